@@ -1,0 +1,193 @@
+"""Checkpoint folders that are complete or invisible, whatever kills the writer, and that say so when a disk has changed them.
+
+    <root>/step-00001000/checkpoint.json          record, files with sizes and digests, which file holds which tensor
+                         parameters-00000.safetensors …   whole tensors, whatever topology wrote them
+                         optimizer-00000.safetensors …
+    <root>/latest                                  name of the newest complete checkpoint, for people and scripts
+
+A checkpoint is written under a temporary name, flushed to the disk, its checkpoint.json last, and then renamed.
+"""
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megahedge.utils.errors import InputError
+from megahedge.utils.files import atomic_write, fsync_path, read_json, sha256_file, write_json
+from megahedge.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+FORMAT = 1
+MANIFEST = "checkpoint.json"
+MAX_FILE_BYTES = 2 * 2**30
+_COMPLETE = re.compile(r"step-(\d{8,})")
+_UNFINISHED = ".unfinished-"
+
+
+class CheckpointWriter:
+    """Collects tensors of one checkpoint; `finish` makes it visible.  Used by one process."""
+
+    def __init__(self, root: Path, step: int):
+        self.root = root
+        self.step = step
+        self._folder = root / f"{_UNFINISHED}{_folder_name(step)}"
+        if self._folder.exists():
+            shutil.rmtree(self._folder)
+        self._folder.mkdir(parents=True)
+        self._pending: dict[str, dict[str, Tensor]] = {}
+        self._files: dict[str, dict] = {}
+        self._tensors: dict[str, dict[str, str]] = {}
+
+    def add(self, group: str, name: str, tensor: Tensor) -> None:
+        """Add a whole tensor to `group`; files of a group are written when they reach MAX_FILE_BYTES."""
+        pending = self._pending.setdefault(group, {})
+        pending[name] = tensor.detach().to("cpu").contiguous()
+        if sum(tensor.nbytes for tensor in pending.values()) >= MAX_FILE_BYTES:
+            self._flush(group)
+
+    def _flush(self, group: str) -> None:
+        tensors = self._pending.pop(group)
+        number = sum(file.startswith(f"{group}-") for file in self._files)
+        file = f"{group}-{number:05d}.safetensors"
+        path = self._folder / file
+        save_file(tensors, path)
+        fsync_path(path)
+        self._files[file] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+        self._tensors.setdefault(group, {}).update(dict.fromkeys(tensors, file))
+
+    def finish(self, record: dict) -> "Checkpoint":
+        """Write what is left, then the manifest, and give the folder its final name."""
+        for group in list(self._pending):
+            self._flush(group)
+        manifest = {"format": FORMAT, "step": self.step, "record": record, "files": self._files, "tensors": self._tensors}
+        write_json(self._folder / MANIFEST, manifest)
+        fsync_path(self._folder)
+        final = self.root / _folder_name(self.step)
+        _discard(final)
+        self._folder.rename(final)
+        fsync_path(self.root)
+        with atomic_write(self.root / "latest", "w") as handle:
+            handle.write(final.name + "\n")
+        return Checkpoint(final)
+
+    def abandon(self) -> None:
+        """Remove what was written so far."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class Checkpoint:
+    """A complete checkpoint.  Raises InputError if its manifest cannot be read."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            manifest = read_json(path / MANIFEST)
+            self.step: int = manifest["step"]
+            self.record: dict = manifest["record"]
+            self._files: dict = manifest["files"]
+            self._tensors: dict = manifest["tensors"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(f"checkpoint {path} has no readable {MANIFEST}: {error}") from None
+        if manifest["format"] != FORMAT:
+            raise InputError(f"checkpoint {path} has format {manifest['format']}; this version reads format {FORMAT}")
+
+    def names(self, group: str) -> list[str]:
+        """Names of the tensors of a group, in the order in which they were added."""
+        return list(self._tensors.get(group, {}))
+
+    def verify(self) -> None:
+        """Compare every file's size and digest with the manifest.  Raises InputError naming the first that differs."""
+        for file, expected in self._files.items():
+            path = self.path / file
+            if not path.is_file():
+                raise InputError(f"checkpoint {self.path}: {file} is missing")
+            if path.stat().st_size != expected["bytes"]:
+                raise InputError(f"checkpoint {self.path}: {file} has {path.stat().st_size} bytes instead of {expected['bytes']}")
+            if sha256_file(path) != expected["sha256"]:
+                raise InputError(f"checkpoint {self.path}: {file} does not have the digest that was written")
+
+    def read(self, group: str, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
+        """A tensor, or the piece `index` of it.  Raises InputError if the checkpoint does not hold it."""
+        file = self._tensors.get(group, {}).get(name)
+        if file is None:
+            raise InputError(f"checkpoint {self.path} holds no {group} tensor {name}")
+        try:
+            with safe_open(self.path / file, framework="pt") as handle:
+                stored = handle.get_slice(name)
+                return stored[index] if index else handle.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"checkpoint {self.path}: {file} cannot be read: {error}") from None
+
+
+
+def _folder_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def complete_checkpoints(root: Path) -> list[Path]:
+    """Folders of complete checkpoints, newest first."""
+    if not root.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in root.iterdir() if (match := _COMPLETE.fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def newest_sound(root: Path) -> Checkpoint | None:
+    """The newest checkpoint whose files are all as they were written; damaged ones are named in a warning and passed over."""
+    for path in complete_checkpoints(root):
+        try:
+            checkpoint = Checkpoint(path)
+            checkpoint.verify()
+        except InputError as error:
+            logger.warning("%s; trying the one before", error)
+            continue
+        return checkpoint
+    return None
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """A checkpoint from its own folder, or the newest sound one of a run folder or of a folder of checkpoints.
+
+    Raises InputError if there is none.
+    """
+    path = Path(path)
+    if (path / MANIFEST).is_file():
+        checkpoint = Checkpoint(path)
+        checkpoint.verify()
+        return checkpoint
+    for root in (path / "checkpoints", path):
+        checkpoint = newest_sound(root)
+        if checkpoint is not None:
+            return checkpoint
+    raise InputError(f"{path} holds no complete checkpoint; give a run folder or one of its checkpoints/step-… folders")
+
+
+def rotate(root: Path, keep_last: int) -> None:
+    """Remove all complete checkpoints but the newest `keep_last`.  One process calls it, after `finish`."""
+    for path in complete_checkpoints(root)[keep_last:]:
+        _discard(path)
+
+
+def remove_unfinished(root: Path) -> None:
+    """Remove what killed writers have left."""
+    for path in _unfinished(root):
+        shutil.rmtree(path)
+
+
+def _unfinished(root: Path) -> Iterator[Path]:
+    return iter(sorted(root.glob(f"{_UNFINISHED}*"))) if root.is_dir() else iter(())
+
+
+def _discard(path: Path) -> None:
+    """Remove a checkpoint so that a kill half-way leaves nothing that looks complete."""
+    if path.exists():
+        doomed = path.with_name(f"{_UNFINISHED}removed-{path.name}")
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+        shutil.rmtree(doomed)

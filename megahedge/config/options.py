@@ -1,0 +1,209 @@
+"""Every option of the training commands, each in one place; a command's options are a union of these groups."""
+
+import dataclasses
+from pathlib import Path
+
+from megahedge.utils.cli import Count
+from megahedge.utils.errors import InputError
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InputError(message)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """Which tokens, in what order, in what pieces."""
+
+    data_path: tuple[str, ...] = ("data/openwebtext",)
+    """Prefix of indexed data made by tools/preprocess_owt.py, or several with weights: 0.7 a 0.3 b."""
+    train_tokens: Count = 10**9
+    """Tokens to train on, in all (1e9, 1B and 300M are understood); rounded down to whole steps."""
+    seq_len: int = 1024
+    """Tokens per sequence."""
+    global_batch_size: int = 48
+    """Sequences per optimizer step, over all ranks."""
+    micro_batch_size: int | str = "auto"
+    """Sequences per rank per forward; auto is the largest divisor of global_batch_size / dp_size that is at most 4."""
+    eval_tokens: Count = 10**6
+    """Tokens of the validation split that each evaluation scores (all of them where there are fewer)."""
+
+    def __post_init__(self):
+        for name in ("train_tokens", "seq_len", "global_batch_size", "eval_tokens"):
+            _require(getattr(self, name) >= 1, f"--{name}={getattr(self, name)} must be at least 1")
+        valid = self.micro_batch_size == "auto" or (isinstance(self.micro_batch_size, int) and self.micro_batch_size >= 1)
+        _require(valid, f"--micro_batch_size={self.micro_batch_size} must be auto or a whole number of at least 1")
+        per_step = self.seq_len * self.global_batch_size
+        _require(
+            self.train_tokens >= per_step,
+            f"--train_tokens={self.train_tokens} is less than one step of global_batch_size × seq_len = {per_step} tokens",
+        )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step, over all ranks."""
+        return self.seq_len * self.global_batch_size
+
+    @property
+    def train_steps(self) -> int:
+        """Optimizer steps that the token budget pays for."""
+        return self.train_tokens // self.tokens_per_step
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimOptions:
+    """AdamW and its schedule (Attention to Mamba, section 4)."""
+
+    lr: float = 1e-2
+    """Peak learning rate."""
+    min_lr_ratio: float = 0.1
+    """The cosine ends at this share of the peak."""
+    warmup_fraction: float = 0.01
+    """Share of the steps in which the rate rises linearly (the paper names no length)."""
+    weight_decay: float = 0.1
+    """AdamW's decoupled weight decay, on matrices only."""
+    adam_beta1: float = 0.9
+    """AdamW's first decay rate."""
+    adam_beta2: float = 0.95
+    """AdamW's second decay rate."""
+    adam_eps: float = 1e-8
+    """AdamW's epsilon."""
+    clip_grad: float = 1.0
+    """Largest L2 norm of the gradient of all parameters; 0 clips nothing."""
+
+    def __post_init__(self):
+        _require(self.lr > 0, f"--lr={self.lr} must be positive")
+        for name in ("min_lr_ratio", "warmup_fraction"):
+            _require(0 <= getattr(self, name) <= 1, f"--{name}={getattr(self, name)} must lie between 0 and 1")
+        for name in ("adam_beta1", "adam_beta2"):
+            _require(0 <= getattr(self, name) < 1, f"--{name}={getattr(self, name)} must lie in [0, 1)")
+        for name in ("weight_decay", "clip_grad", "adam_eps"):
+            _require(getattr(self, name) >= 0, f"--{name}={getattr(self, name)} must not be negative")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Where and how a run happens."""
+
+    output_dir: str | None = None
+    """Run folder: config, metrics.jsonl, checkpoints and summary.json go here; each command has a default of its own."""
+    ds_config: str = "ds_configs/zero1.json"
+    """DeepSpeed settings: ZeRO stage, offload, communication; batch sizes, optimizer, precision and clipping are options of ours."""
+    dtype: str = "bf16"
+    """Precision of parameters and activations: bf16 (masters, moments and gradient sums stay fp32) or fp32."""
+    tp_size: int = 1
+    """Ranks that share one copy of the model, split by head."""
+    activation_checkpointing: bool = False
+    """Recompute each block in the backward pass instead of keeping its activations."""
+    seed: int = 1234
+    """Seed of fresh parameters and of the data order."""
+    log_interval: int = 1
+    """Steps between lines of metrics.jsonl."""
+    eval_interval: int = 500
+    """Steps between evaluations; one more follows the last step."""
+    save_interval: int = 1000
+    """Steps between checkpoints; one more follows the last step."""
+    keep_last: int = 2
+    """Checkpoints kept; older ones are removed."""
+    resume: bool = False
+    """Go on from the newest complete checkpoint in output_dir."""
+    dry_run: bool = False
+    """Print the header and the plan, then end."""
+    print_trainable: bool = False
+    """Print each trainable parameter with its shape in the header."""
+    stop_after: int | None = None
+    """Save and stop after this step, with the schedule still planned for train_tokens; --resume goes on."""
+    wandb_project: str | None = None
+    """Log to this Weights & Biases project too (WANDB_MODE=offline works without a network)."""
+    run_name: str | None = None
+    """Name of the run in Weights & Biases; by default the name of output_dir."""
+
+    def __post_init__(self):
+        _require(self.dtype in ("bf16", "fp32"), f"--dtype={self.dtype} is not known; use bf16 or fp32")
+        for name in ("tp_size", "log_interval", "eval_interval", "save_interval", "keep_last"):
+            _require(getattr(self, name) >= 1, f"--{name}={getattr(self, name)} must be at least 1")
+        _require(self.stop_after is None or self.stop_after >= 1, f"--stop_after={self.stop_after} must be at least 1")
+        _require(self.seed >= 0, f"--seed={self.seed} must not be negative")
+        _require(Path(self.ds_config).is_file(), f"--ds_config={self.ds_config} is not a file; ds_configs/ holds zero0.json … zero3.json")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainOptions(DataOptions, OptimOptions, RunOptions):
+    """What every training command understands."""
+
+    def __post_init__(self):
+        DataOptions.__post_init__(self)
+        OptimOptions.__post_init__(self)
+        RunOptions.__post_init__(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PretrainOptions(TrainOptions):
+    """tools/pretrain_teacher.py"""
+
+    model_config: str
+    """JSON file with the model's sizes: a Hugging Face config.json of a supported family."""
+    tokenizer: str | None = None
+    """Folder or hub name of the tokenizer that made the data; saved with the model (default: the one that the data names)."""
+    export_dtype: str = "fp16"
+    """Precision of the weights in the folder `hf` that the finished run holds: fp16, bf16 or fp32."""
+
+    def __post_init__(self):
+        TrainOptions.__post_init__(self)
+        _require(self.export_dtype in ("fp16", "bf16", "fp32"), f"--export_dtype={self.export_dtype} is not known; use fp16, bf16 or fp32")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TeacherOptions:
+    """Where the teacher comes from."""
+
+    teacher: str = "EleutherAI/pythia-1b"
+    """Folder or hub name of the softmax-attention teacher."""
+    teacher_revision: str | None = None
+    """Git revision of a hub teacher, for instance step143000."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage1Options(TeacherOptions, TrainOptions):
+    """scripts/stage1.py"""
+
+    recipe: str = "paper"
+    """paper: Listing 2 and section 4 to the letter; tuned: what our measurements favour."""
+
+    def __post_init__(self):
+        TrainOptions.__post_init__(self)
+        _require(self.recipe in ("paper", "tuned"), f"--recipe={self.recipe} is not known; use paper or tuned")
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchPlan:
+    """How a global batch is cut for the ranks."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    dp_size: int
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Forward passes of each rank per optimizer step."""
+        return self.global_batch_size // (self.micro_batch_size * self.dp_size)
+
+
+def plan_batches(options: DataOptions, dp_size: int) -> BatchPlan:
+    """Cut the global batch for `dp_size` ranks.
+
+    Raises InputError naming the sizes that work when the sizes do not divide.
+    """
+    batch = options.global_batch_size
+    if batch % dp_size:
+        works = ", ".join(str(size) for size in range(1, batch + 1) if batch % size == 0)
+        raise InputError(f"dp_size={dp_size} does not divide --global_batch_size={batch}; a dp_size of {works} does")
+    per_rank = batch // dp_size
+    micro = options.micro_batch_size
+    if micro == "auto":
+        micro = max(size for size in range(1, 5) if per_rank % size == 0)
+    if per_rank % micro:
+        works = ", ".join(str(size) for size in range(1, per_rank + 1) if per_rank % size == 0)
+        raise InputError(f"--micro_batch_size={micro} does not divide global_batch_size / dp_size = {per_rank}; use {works}")
+    return BatchPlan(global_batch_size=batch, micro_batch_size=micro, dp_size=dp_size)

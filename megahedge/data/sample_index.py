@@ -1,0 +1,206 @@
+"""Which tokens make up the training sample at a position: a pure function of (seed, position, content).
+
+Megatron's packing.  With T tokens in the corpus and L = seq_len:
+  - epoch e's stream is every document once, in a permutation keyed by (seed, e); the streams of all epochs follow one another;
+  - sample s covers tokens s*L to s*L + L of that endless stream: L + 1 tokens, so neighbours share one and every token is a target exactly
+    once an epoch; a sample may straddle documents and the border between epochs, and T may be smaller than L;
+  - the samples that start in epoch e are ceil(e*T/L) to ceil((e+1)*T/L) - 1; they are permuted among themselves, keyed by (seed, e).
+Nothing depends on the length of the run, so a longer budget keeps the order of a shorter one.
+"""
+
+import functools
+import hashlib
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megahedge.data.indexed_dataset import IndexedDataset, bin_path, idx_path
+from megahedge.utils.errors import InputError
+from megahedge.utils.files import atomic_write, file_lock
+from megahedge.utils.logging import get_logger, log_once
+
+_FORMAT = 1  # of the order and of the cache; a change makes old caches miss
+_GOLDEN = 0x9E3779B97F4A7C15
+_WORD = (1 << 64) - 1
+_MIN_CACHED_ENTRIES = 1 << 17  # smaller arrays are rebuilt in milliseconds; a tiny corpus has thousands of epochs
+_EPOCHS_IN_MEMORY = 4
+
+logger = get_logger(__name__)
+
+
+def permutation(length: int, seed: int, epoch: int, purpose: int) -> np.ndarray:
+    """int64 [length]: a permutation keyed by (seed, epoch, purpose), the same under every version of numpy.
+
+    The indices are sorted by their place in the splitmix64 sequence (Steele, Lea, Flood 2014) that starts at the hashed key.
+    """
+    key = 0
+    for part in (seed, epoch, purpose):
+        key = int(_splitmix64(np.array([(key + part + 1) & _WORD], np.uint64))[0])
+    hashes = np.arange(1, length + 1, dtype=np.uint64)
+    hashes *= np.uint64(_GOLDEN)
+    hashes += np.uint64(key)
+    return np.argsort(_splitmix64(hashes), kind="stable")
+
+
+def _splitmix64(x: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64 on uint64, in place; arithmetic is modulo 2^64, and distinct inputs have distinct outputs."""
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of tokens of one document inside a sample."""
+
+    document: int
+    start: int
+    """First token, counted from the start of the document."""
+    count: int
+
+
+@dataclass(frozen=True)
+class _DocumentOrder:
+    """Documents of one epoch in the order of their stream."""
+
+    documents: np.ndarray  # int64 [num_documents]
+    starts: np.ndarray  # int64 [num_documents + 1]: first token of each in the epoch's stream, then T
+
+
+class SampleIndex:
+    """Samples of `seq_len` + 1 tokens from one corpus, in a seeded order without end.
+
+    cache_dir: where large orders are kept between runs; by default a folder beside the data.  One process of a node builds each, the
+        others wait for it; where the folder cannot be written every process builds its own.
+    Raises InputError for a corpus without tokens.
+    """
+
+    def __init__(self, dataset: IndexedDataset, seq_len: int, seed: int, cache_dir: str | os.PathLike | None = None):
+        if seq_len < 1:
+            raise InputError(f"seq_len={seq_len}: a sample needs at least one token")
+        if dataset.num_tokens == 0:
+            raise InputError(f"{dataset.prefix} has no tokens to train on")
+        if dataset.dtype.kind == "f":
+            raise InputError(f"{dataset.prefix}.bin holds {dataset.dtype} numbers, not token ids")
+        self.dataset = dataset
+        self.seq_len = seq_len
+        self.seed = seed
+        self._cache = _ArrayCache(dataset, cache_dir)
+        self._document_order = functools.lru_cache(_EPOCHS_IN_MEMORY)(self._load_document_order)
+        self._sample_order = functools.lru_cache(_EPOCHS_IN_MEMORY)(self._load_sample_order)
+
+    def first_sample(self, epoch: int) -> int:
+        """Number of samples that start before `epoch`."""
+        return -(-epoch * self.dataset.num_tokens // self.seq_len)
+
+    def epoch(self, position: int) -> int:
+        """The epoch in which the sample at `position` starts."""
+        return position * self.seq_len // self.dataset.num_tokens
+
+    def sample_number(self, position: int) -> int:
+        """The number s of the sample served at `position`."""
+        epoch = self.epoch(position)
+        first = self.first_sample(epoch)
+        return first + int(self._sample_order(epoch)[position - first])
+
+    def pieces(self, position: int) -> list[Piece]:
+        """The documents, or parts of them, that make up a sample, in order."""
+        start = self.sample_number(position) * self.seq_len
+        epoch, offset = divmod(start, self.dataset.num_tokens)
+        pieces, missing = [], self.seq_len + 1
+        while missing:
+            order = self._document_order(epoch)
+            place = int(np.searchsorted(order.starts, offset, side="right")) - 1
+            while missing and place < len(order.documents):
+                start = offset - int(order.starts[place])
+                count = min(missing, int(order.starts[place + 1]) - offset)
+                if count:
+                    pieces.append(Piece(int(order.documents[place]), start, count))
+                offset, missing, place = offset + count, missing - count, place + 1
+            epoch, offset = epoch + 1, 0
+        return pieces
+
+    def read(self, position: int) -> np.ndarray:
+        """int64 [seq_len + 1]: the tokens of the sample at `position`."""
+        starts = self.dataset.document_starts
+        parts = [self.dataset.read(int(starts[piece.document]) + piece.start, piece.count) for piece in self.pieces(position)]
+        return np.concatenate(parts, dtype=np.int64)
+
+    def _load_document_order(self, epoch: int) -> _DocumentOrder:
+        documents = self._cache.get(
+            f"documents seed {self.seed} epoch {epoch}",
+            self.dataset.num_documents,
+            lambda: permutation(self.dataset.num_documents, self.seed, epoch, purpose=0),
+        )
+        starts = self._cache.get(
+            f"starts seed {self.seed} epoch {epoch}",
+            self.dataset.num_documents + 1,
+            lambda: _permuted_starts(self.dataset, documents),
+        )
+        return _DocumentOrder(documents, starts)
+
+    def _load_sample_order(self, epoch: int) -> np.ndarray:
+        count = self.first_sample(epoch + 1) - self.first_sample(epoch)
+        return self._cache.get(
+            f"samples seq_len {self.seq_len} seed {self.seed} epoch {epoch}",
+            count,
+            lambda: permutation(count, self.seed, epoch, purpose=1),
+        )
+
+
+def _permuted_starts(dataset: IndexedDataset, documents: np.ndarray) -> np.ndarray:
+    starts = np.zeros(len(documents) + 1, np.int64)
+    np.cumsum(np.diff(dataset.document_starts)[documents], out=starts[1:])
+    return starts
+
+
+class _ArrayCache:
+    """int64 arrays derived from one dataset, kept as .npy files under a key of the dataset's content."""
+
+    def __init__(self, dataset: IndexedDataset, folder: str | os.PathLike | None):
+        self._dataset = dataset
+        self._folder = Path(folder) if folder else Path(dataset.prefix).parent / ".index_cache"
+
+    def get(self, name: str, length: int, build) -> np.ndarray:
+        """The array `name` of `length` entries: mapped from its file, or built, and stored if it is large."""
+        if length < _MIN_CACHED_ENTRIES:
+            return build()
+        path = self._folder / f"{self._key(name)}.npy"
+        try:
+            array = self._load(path, length)
+            if array is not None:
+                return array
+            with file_lock(self._folder / "lock"):
+                array = self._load(path, length)  # another process may have built it while this one waited
+                if array is None:
+                    with atomic_write(path) as handle:
+                        np.save(handle, build())
+                    array = self._load(path, length)
+                return array
+        except OSError as error:
+            log_once(logger, logging.INFO, f"cannot use {self._folder} ({error.strerror}); every process builds its own sample order")
+            return build()
+
+    def _load(self, path: Path, length: int) -> np.ndarray | None:
+        if not path.is_file():
+            return None
+        try:
+            array = np.load(path, mmap_mode="r")
+        except (ValueError, EOFError):
+            logger.warning("%s is damaged and is built again", path)
+            return None
+        return np.asarray(array) if array.shape == (length,) and array.dtype == np.int64 else None
+
+    def _key(self, name: str) -> str:
+        return hashlib.sha256(f"{_FORMAT} {self._content} {name}".encode()).hexdigest()[:32]
+
+    @functools.cached_property
+    def _content(self) -> str:
+        stats = [path.stat() for path in (bin_path(self._dataset.prefix), idx_path(self._dataset.prefix))]
+        return " ".join([self._dataset.index_digest, *(f"{stat.st_size} {stat.st_mtime_ns}" for stat in stats)])

@@ -1,0 +1,1 @@
+"""The language model: one body for every family, mixer and TP size; reading and writing Hugging Face folders."""

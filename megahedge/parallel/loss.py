@@ -1,0 +1,148 @@
+"""Cross-entropy and KL divergence on logits whose vocabulary is cut over the ranks.  Logits are never gathered.
+
+Everything is computed in fp32 at least, whatever the dtype of the logits: both losses cancel in bf16.  Only the logits themselves and
+one number a token are kept for the backward.
+"""
+
+# b batch, t seq_len, v local vocabulary, padding included
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megahedge.parallel.collectives import all_reduce
+from megahedge.parallel.sharding import ShardSpec, shard_range
+from megahedge.parallel.topology import TensorParallel
+
+IGNORE_INDEX = -100
+
+
+@dataclasses.dataclass(frozen=True)
+class VocabRange:
+    """The token ids that this rank's logits belong to: [first, last); logits beyond are padding."""
+
+    first: int
+    last: int
+    tensor_parallel: TensorParallel
+
+    @classmethod
+    def of(cls, vocab_size: int, tensor_parallel: TensorParallel) -> "VocabRange":
+        return cls(*shard_range(ShardSpec(0, (vocab_size,)), tensor_parallel.rank, tensor_parallel.size), tensor_parallel)
+
+    def widen(self, logits: Tensor, temperature: float = 1.0) -> Tensor:
+        """Logits over the temperature in fp32 (fp64 stays), padding cut off: [b, t, last - first]."""
+        wide = logits[..., : self.last - self.first].to(torch.promote_types(logits.dtype, torch.float32))
+        return wide if temperature == 1.0 else wide / temperature
+
+    def logsumexp(self, wide: Tensor) -> Tensor:
+        """log Σ exp over the whole vocabulary: [b, t]."""
+        if self.last > self.first:
+            local_max = wide.amax(-1)
+        else:  # a rank that holds padding only
+            local_max = wide.new_full(wide.shape[:-1], -torch.inf)
+        maximum = all_reduce(local_max, self.tensor_parallel, dist.ReduceOp.MAX)
+        return all_reduce((wide - maximum.unsqueeze(-1)).exp_().sum(-1), self.tensor_parallel).log_().add_(maximum)
+
+    def locate(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether each label is ours, and its local index (0 where it is not)."""
+        ours = (labels >= self.first) & (labels < self.last)
+        return ours, (labels - self.first).masked_fill(~ours, 0)
+
+
+def vocab_parallel_token_losses(logits: Tensor, labels: Tensor, vocab_size: int, tensor_parallel: TensorParallel) -> Tensor:
+    """Cross-entropy of each token in nats, [b, t], fp32; 0 where the label is −100.
+
+    logits [b, t, v] of this rank, labels [b, t] int64 over the whole vocabulary, replicated.
+    """
+    return _TokenLosses.apply(logits, labels, VocabRange.of(vocab_size, tensor_parallel))
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int, tensor_parallel: TensorParallel) -> Tensor:
+    """Mean cross-entropy in nats over the tokens whose label is not −100 (0 where there is none), a scalar."""
+    losses = vocab_parallel_token_losses(logits, labels, vocab_size, tensor_parallel)
+    return masked_mean(losses, labels != IGNORE_INDEX)
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean of `values` where `mask` is true; 0 where it is true nowhere."""
+    return values.masked_fill(~mask, 0).sum() / mask.sum().clamp(min=1)
+
+
+def vocab_parallel_kl(
+    teacher_logits: Tensor, student_logits: Tensor, vocab_size: int, tensor_parallel: TensorParallel, temperature: float = 1.0
+) -> Tensor:
+    """KL(teacher ‖ student) of each token in nats, [b, t], fp32, both softmaxes taken at `temperature`.
+
+    The gradient goes to the student only.  Equal logits give exactly 0.  No factor temperature² is applied.
+    """
+    return _TokenKL.apply(student_logits, teacher_logits, temperature, VocabRange.of(vocab_size, tensor_parallel))
+
+
+def _scatter_gradient(local: Tensor, logits: Tensor) -> Tensor:
+    """Gradient of the real logits as one of all local logits, padding 0, in their dtype."""
+    if local.shape == logits.shape:
+        return local.to(logits.dtype)
+    gradient = torch.zeros_like(logits)
+    gradient[..., : local.shape[-1]] = local
+    return gradient
+
+
+def _kl_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """q − p − p log(q / p): non-negative terms whose sum is KL(p ‖ q), because p and q sum to the same.
+
+    Terms p log(p / q) of both signs would cancel to an error of 1e-6 in fp32, more than the divergences that matter near hand-over.
+    """
+    p, difference = log_p.exp(), log_q - log_p
+    near = p * (torch.expm1(difference) - difference)
+    far = log_q.exp() - p * (1 + difference)  # where expm1 might overflow
+    return torch.where(difference.abs() < 1, near, far)
+
+
+class _TokenLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, labels, vocab):
+        wide = vocab.widen(logits)
+        logsumexp = vocab.logsumexp(wide)
+        ours, index = vocab.locate(labels)
+        if wide.shape[-1]:
+            target = wide.gather(-1, index.unsqueeze(-1)).squeeze(-1).masked_fill(~ours, 0)
+        else:
+            target = torch.zeros_like(logsumexp)
+        losses = logsumexp - all_reduce(target, vocab.tensor_parallel)
+        ctx.save_for_backward(logits, labels, logsumexp)
+        ctx.vocab = vocab
+        return losses.masked_fill(labels == IGNORE_INDEX, 0)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """d loss / d logit = softmax − one-hot."""
+        logits, labels, logsumexp = ctx.saved_tensors
+        gradient = gradient.masked_fill(labels == IGNORE_INDEX, 0).unsqueeze(-1)
+        local = (ctx.vocab.widen(logits) - logsumexp.unsqueeze(-1)).exp_().mul_(gradient)
+        ours, index = ctx.vocab.locate(labels)
+        if local.shape[-1]:
+            local.scatter_add_(-1, index.unsqueeze(-1), (-gradient).masked_fill(~ours.unsqueeze(-1), 0))
+        return _scatter_gradient(local, logits), None, None
+
+
+class _TokenKL(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, student_logits, teacher_logits, temperature, vocab):
+        student, teacher = vocab.widen(student_logits, temperature), vocab.widen(teacher_logits, temperature)
+        student_logsumexp, teacher_logsumexp = vocab.logsumexp(student), vocab.logsumexp(teacher)
+        teacher_log = teacher - teacher_logsumexp.unsqueeze(-1)
+        student_log = student - student_logsumexp.unsqueeze(-1)
+        ctx.save_for_backward(student_logits, teacher_logits, student_logsumexp, teacher_logsumexp)
+        ctx.temperature, ctx.vocab = temperature, vocab
+        return all_reduce(_kl_terms(teacher_log, student_log).sum(-1), vocab.tensor_parallel)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """d KL / d student logit = (student softmax − teacher softmax) / temperature."""
+        student_logits, teacher_logits, student_logsumexp, teacher_logsumexp = ctx.saved_tensors
+        student = (ctx.vocab.widen(student_logits, ctx.temperature) - student_logsumexp.unsqueeze(-1)).exp_()
+        teacher = (ctx.vocab.widen(teacher_logits, ctx.temperature) - teacher_logsumexp.unsqueeze(-1)).exp_()
+        local = student.sub_(teacher).mul_(gradient.unsqueeze(-1) / ctx.temperature)
+        return _scatter_gradient(local, student_logits), None, None, None

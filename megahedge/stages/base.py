@@ -1,0 +1,227 @@
+"""What a stage is, and the one way in which every stage runs."""
+
+import abc
+import dataclasses
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megahedge.config.model import ModelConfig
+from megahedge.config.options import BatchPlan, TrainOptions, plan_batches
+from megahedge.data.blending import parse_data_path
+from megahedge.data.loader import BatchLoader, TrainingData, ValidationData
+from megahedge.data.meta import DatasetMeta, check_tokenizer, dataset_digest, find_split, load_meta, tokenizer_digest
+from megahedge.evaluation.perplexity import Perplexity, measure_perplexity
+from megahedge.models.language_model import LanguageModel
+from megahedge.parallel.sharding import full_numel
+from megahedge.parallel.topology import TensorParallel, Topology
+from megahedge.training.checkpointing import Progress, find_checkpoint, load_student, restore_optimizer
+from megahedge.training.ds_config import load_ds_config, merge_ds_config, zero_stage
+from megahedge.training.engine import TrainingEngine, init_distributed
+from megahedge.training.loop import Job, train, write_summary
+from megahedge.training.metrics import MetricsLog
+from megahedge.training.optim import learning_rate
+from megahedge.training.run_folder import RunFolder
+from megahedge.utils.errors import InputError
+from megahedge.utils.logging import get_logger
+from megahedge.utils.units import format_count
+
+logger = get_logger(__name__)
+
+
+class Stage(nn.Module, abc.ABC):
+    """A module that DeepSpeed wraps: it holds the student and whatever its loss needs.
+
+    Built on the meta device for a plan, on the training device for a run.  Parameters that do not train have requires_grad False.
+    """
+
+    name: str
+    student: LanguageModel
+
+    @abc.abstractmethod
+    def start(self, options: TrainOptions) -> None:
+        """Give every parameter its starting value, in fp32, when there is no checkpoint to go on from."""
+
+    @abc.abstractmethod
+    def loss(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Training loss, a scalar, and scalars to log, from tokens and labels [b, t]."""
+
+    def token_losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropy in nats of each label, [b, t]; what validation measures in every stage."""
+        return self.student.token_losses(tokens, labels)
+
+    def forward(self, tokens: Tensor, labels: Tensor):
+        """The loss in training mode, the tokens' losses in evaluation mode: DeepSpeed wants one way in."""
+        return self.loss(tokens, labels) if self.training else self.token_losses(tokens, labels)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A run that has passed every check that needs neither the model's weights nor other processes."""
+
+    options: TrainOptions
+    run: RunFolder
+    model: ModelConfig
+    batches: BatchPlan
+    ds_config: dict
+    data: TrainingData
+    validation: ValidationData
+    meta: DatasetMeta | None
+
+
+def plan_run(options: TrainOptions, model: ModelConfig, output_dir: str, tokenizer=None, tokenizer_source: str = "") -> Plan:
+    """Check options, data, tokenizer, sizes and the run folder.  Raises InputError; writes nothing."""
+    run = RunFolder(options.output_dir or output_dir)
+    run.check(options)
+    if model.num_heads % options.tp_size:
+        works = ", ".join(str(size) for size in range(1, model.num_heads + 1) if model.num_heads % size == 0)
+        raise InputError(f"--tp_size={options.tp_size} does not divide num_heads={model.num_heads}; use {works}")
+    if options.seq_len > model.max_position_embeddings:
+        raise InputError(f"--seq_len={options.seq_len} is longer than the model's max_position_embeddings={model.max_position_embeddings}")
+    dp_size = int(os.environ.get("WORLD_SIZE", 1)) // options.tp_size
+    batches = plan_batches(options, max(1, dp_size))
+    ds_config = merge_ds_config(load_ds_config(options.ds_config), options, batches)
+    data = TrainingData(options.data_path, options.seq_len, options.seed)
+    first_prefix = parse_data_path(options.data_path)[0][1]
+    validation = ValidationData(find_split(first_prefix, "val"), options.seq_len, options.eval_tokens, model.vocab_size)
+    meta = _check_data(options, model, tokenizer, tokenizer_source)
+    return Plan(options, run, model, batches, ds_config, data, validation, meta)
+
+
+def _check_data(options: TrainOptions, model: ModelConfig, tokenizer, tokenizer_source: str) -> DatasetMeta | None:
+    """Every corpus must have been made with this tokenizer and fit the model's vocabulary; returns the first one's meta."""
+    metas = [load_meta(prefix) for _, prefix in parse_data_path(options.data_path)]
+    for meta in filter(None, metas):
+        if tokenizer is not None:
+            check_tokenizer(meta, tokenizer_digest(tokenizer), tokenizer_source)
+        if meta.vocab_size > model.vocab_size:
+            raise InputError(
+                f"--data_path was made with tokenizer {meta.tokenizer_name} of {meta.vocab_size} tokens; the model has vocab_size={model.vocab_size}"
+            )
+    return metas[0]
+
+
+def run_stage(stage_type: type[Stage], plan: Plan) -> tuple[Stage, TrainingEngine, Progress] | None:
+    """Print the header, then build or resume, train, evaluate and save.
+
+    Returns the stage, its engine and where the run stands, or None after --dry_run.
+    """
+    options = plan.options
+    if options.dry_run:
+        with torch.device("meta"):
+            stage = stage_type(plan.model, TensorParallel(None, 0, options.tp_size), options)
+        print_header(stage, plan)
+        return None
+    topology = init_distributed(options.tp_size)
+    stage, checkpoint = _build(stage_type, plan, topology)
+    print_header(stage, plan)
+    progress = Progress(**checkpoint.record["progress"]) if checkpoint else Progress()
+    record = {"stage": stage.name, "model": dataclasses.asdict(plan.model)}
+    first_rank = dist.get_rank() == 0
+    if first_rank:
+        facts = {**record, "data": _data_record(plan), "topology": _topology_record(plan, topology), "resumed_at_step": progress.step}
+        plan.run.write_record(stage.name, options, facts)
+    engine = TrainingEngine(stage, stage.student, options, plan.batches, topology)
+    loader = BatchLoader(
+        plan.data,
+        global_batch_size=options.global_batch_size,
+        micro_batch_size=plan.batches.micro_batch_size,
+        dp_rank=topology.dp_rank,
+        dp_size=topology.dp_size,
+        vocab_size=plan.model.vocab_size,
+    )
+    if checkpoint:
+        rate = learning_rate(max(1, progress.step), options.train_steps, options)
+        restore_optimizer(engine, checkpoint, progress, loader.micro_batches(0), rate)
+        logger.info("resumed from %s: step %d, sample %d", checkpoint.path, progress.step, progress.samples)
+    metrics = _open_metrics(plan, progress) if first_rank else None
+
+    def evaluate() -> Perplexity:
+        batches = plan.validation.micro_batches(plan.batches.micro_batch_size, topology.dp_rank, topology.dp_size)
+        with engine.evaluating() as module:
+            return measure_perplexity(module, batches, engine.device, topology.dp_group)
+
+    job = Job(options, engine, stage.student, loader, evaluate, plan.run, metrics, record)
+    progress = train(job, progress)
+    if progress.step == options.train_steps:
+        measured = evaluate()
+        if first_rank:
+            write_summary(job, progress, measured)
+    if metrics is not None:
+        metrics.close()
+    return stage, engine, progress
+
+
+def _build(stage_type: type[Stage], plan: Plan, topology: Topology):
+    """The stage on the training device with its parameters, and the checkpoint that they came from, if any."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    with device:
+        stage = stage_type(plan.model, topology.tensor_parallel, plan.options)
+    checkpoint = find_checkpoint(plan.run.checkpoints) if plan.options.resume else None
+    if checkpoint:
+        load_student(stage.student, checkpoint)
+    else:
+        stage.start(plan.options)
+        if plan.options.resume:
+            logger.info("--resume: no checkpoint in %s yet; starting at step 0", plan.run.checkpoints)
+    return stage, checkpoint
+
+
+def _open_metrics(plan: Plan, progress: Progress) -> MetricsLog:
+    metrics = MetricsLog(plan.run.metrics_file, progress.step)
+    if plan.options.wandb_project:
+        name = plan.options.run_name or plan.run.path.name
+        metrics.start_wandb(plan.options.wandb_project, name, dataclasses.asdict(plan.options), plan.run.path / "wandb_id")
+    return metrics
+
+
+def _data_record(plan: Plan) -> dict:
+    return {
+        "train": [dataset_digest(prefix) for prefix in plan.data.prefixes],
+        "validation": dataset_digest(plan.validation.dataset.prefix),
+        "tokenizer_digest": plan.meta.tokenizer_digest if plan.meta else None,
+        "tokenizer_name": plan.meta.tokenizer_name if plan.meta else None,
+    }
+
+
+def _topology_record(plan: Plan, topology: Topology) -> dict:
+    return {
+        "tp_size": topology.tp_size,
+        "dp_size": topology.dp_size,
+        "zero_stage": zero_stage(plan.ds_config),
+        "micro_batch_size": plan.batches.micro_batch_size,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    }
+
+
+def print_header(stage: Stage, plan: Plan) -> None:
+    """What is about to run, derived figures included, on rank 0."""
+    options, model, batches = plan.options, plan.model, plan.batches
+    counts = {True: 0, False: 0}
+    for parameter in stage.parameters():
+        counts[parameter.requires_grad] += full_numel(parameter)
+    rows = {
+        "run": f"{stage.name} in {plan.run.path}",
+        "model": f"{model.family}, {model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads of {model.head_dim}, "
+        f"vocabulary {model.vocab_size}",
+        "parameters": f"{format_count(counts[True])} trainable ({counts[True]}), {format_count(counts[False])} frozen ({counts[False]})",
+        "data": "; ".join(f"{index.dataset.prefix} ({format_count(index.dataset.num_tokens)} tokens)" for index in plan.data.indices),
+        "epochs": ", ".join(f"{count:.3g}" for count in plan.data.epochs(options.train_steps * options.global_batch_size)),
+        "validation": f"{plan.validation.dataset.prefix} ({format_count(plan.validation.num_scored_tokens)} tokens scored)",
+        "tokenizer": f"{plan.meta.tokenizer_name} (digest {plan.meta.tokenizer_digest[:12]})" if plan.meta else "unknown",
+        "steps": f"{options.train_steps} of {options.global_batch_size} × {options.seq_len} = {options.tokens_per_step} tokens, "
+        f"{options.train_steps * options.tokens_per_step} in all",
+        "batch": f"micro {batches.micro_batch_size} × accumulation {batches.accumulation_steps} × dp {batches.dp_size}, tp {options.tp_size}",
+        "schedule": f"warm-up {round(options.warmup_fraction * options.train_steps)} steps, peak {options.lr:g}, "
+        f"cosine to {options.lr * options.min_lr_ratio:g}",
+        "engine": f"ZeRO {zero_stage(plan.ds_config)} ({Path(options.ds_config).name}), {options.dtype}",
+    }
+    for label, text in rows.items():
+        logger.info("%-11s %s", label, text)
+    if options.print_trainable:
+        for name, parameter in stage.named_parameters():
+            if parameter.requires_grad:
+                logger.info("  trainable %s %s", name, "×".join(map(str, parameter.shard_spec.full_shape)))

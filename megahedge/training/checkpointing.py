@@ -1,0 +1,124 @@
+"""Saving and restoring a run: fp32 masters and moments in full shapes, and where the run stands.
+
+The files say nothing of ranks, ZeRO or TP, so any topology reads what any other wrote.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+
+from megahedge.checkpoint.store import Checkpoint, CheckpointWriter, newest_sound, remove_unfinished, rotate
+from megahedge.parallel.sharding import load_parameters
+from megahedge.training.engine import MOMENTS, TrainingEngine
+from megahedge.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """Where a run stands.  Everything that the next step depends on, besides parameters and moments, follows from it."""
+
+    step: int = 0
+    """Optimizer steps taken or skipped; the learning rate and the random state of a step are functions of it."""
+    samples: int = 0
+    """Samples consumed; the next one is sample number `samples` of the data order."""
+    tokens: int = 0
+    """Tokens consumed."""
+    updates: int = 0
+    """Steps whose update was applied; AdamW's bias correction counts these."""
+    skipped_in_a_row: int = 0
+    """Non-finite steps since the last applied one."""
+
+
+def save_checkpoint(engine: TrainingEngine, student: nn.Module, root: Path, progress: Progress, record: dict, keep_last: int) -> bool:
+    """Write a checkpoint of the whole student.  Collective; rank 0 writes.  Returns whether it was written.
+
+    A failure to write is reported and leaves the run and the older checkpoints as they are.
+    """
+    sink = _Sink(root, progress.step) if dist.get_rank() == 0 else _Nothing()
+    for name, parameter in student.named_parameters():
+        trainable = name in engine.parameters
+        sink.add("parameters", name, engine.read_full(name) if trainable else engine.read_frozen(parameter))
+        for moment in MOMENTS if trainable else ():
+            sink.add("optimizer", f"{name}.{moment}", engine.read_full(name, moment))
+    sink.finish(record | {"progress": dataclasses.asdict(progress)}, keep_last)
+    outcome = [sink.error]
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[0] is not None:
+        logger.error("checkpoint at step %d was NOT written: %s; the run goes on with the older ones", progress.step, outcome[0])
+    return outcome[0] is None
+
+
+class _Nothing:
+    """The sink of ranks that do not write."""
+
+    error = None
+
+    def add(self, group, name, tensor):
+        """Drop the tensor."""
+
+    def finish(self, record, keep_last):
+        """Nothing was collected."""
+
+
+class _Sink:
+    """A CheckpointWriter that remembers its first failure instead of leaving other ranks waiting in a collective."""
+
+    def __init__(self, root: Path, step: int):
+        self.error: str | None = None
+        self._writer = None
+        self._root = root
+        self._attempt(self._open, step)
+
+    def _open(self, step):
+        self._writer = CheckpointWriter(self._root, step)
+
+    def _attempt(self, action, *arguments):
+        if self.error is None:
+            try:
+                action(*arguments)
+            except Exception as error:
+                self.error = f"{type(error).__name__}: {error}"
+                if self._writer is not None:
+                    self._writer.abandon()
+
+    def add(self, group, name, tensor):
+        """Add a tensor unless something has failed before."""
+        self._attempt(lambda: self._writer.add(group, name, tensor))
+
+    def finish(self, record, keep_last):
+        """Make the checkpoint visible and remove old ones."""
+        self._attempt(lambda: self._writer.finish(record))
+        self._attempt(rotate, self._root, keep_last)
+
+
+def find_checkpoint(root: Path) -> Checkpoint | None:
+    """The checkpoint to go on from, the same on every rank; None where there is none.  Collective: rank 0 looks and cleans up."""
+    chosen = [None]
+    if dist.get_rank() == 0:
+        remove_unfinished(root)
+        newest = newest_sound(root)
+        chosen = [newest.path if newest else None]
+    dist.broadcast_object_list(chosen, src=0)
+    return Checkpoint(chosen[0]) if chosen[0] else None
+
+
+def load_student(student: nn.Module, checkpoint: Checkpoint) -> None:
+    """Fill the student's parameters from a checkpoint, before the engine is made; each rank reads its own pieces."""
+    load_parameters(student, lambda name, index: checkpoint.read("parameters", name, index), student.tensor_parallel)
+
+
+def restore_optimizer(engine: TrainingEngine, checkpoint: Checkpoint, progress: Progress, micro_batches, lr: float) -> None:
+    """Set masters, moments and the update count.
+
+    The moments' storage exists only after a first step, so one is run first with its update held back.
+    """
+    engine.train_step(micro_batches, lr, apply=False)
+    for name in engine.parameters:
+        engine.write_full(name, checkpoint.read("parameters", name))
+        for moment in MOMENTS:
+            engine.write_full(name, checkpoint.read("optimizer", f"{name}.{moment}"), moment)
+    engine.set_update_count(progress.updates)

@@ -1,0 +1,77 @@
+"""DeepSpeed's configuration: the user's file holds what DeepSpeed owns, the run's options supply the rest."""
+
+import json
+
+from megahedge.config.options import BatchPlan, TrainOptions
+from megahedge.utils.errors import InputError
+
+# What our options own: path in DeepSpeed's configuration -> the option to use instead.
+OWNED = {
+    "train_batch_size": "--global_batch_size",
+    "train_micro_batch_size_per_gpu": "--micro_batch_size",
+    "gradient_accumulation_steps": "--global_batch_size and --micro_batch_size",
+    "gradient_clipping": "--clip_grad",
+    "optimizer": "--lr, --weight_decay and the --adam_* options",
+    "scheduler": "--lr, --warmup_fraction and --min_lr_ratio",
+    "bf16": "--dtype",
+    "fp16": "--dtype",
+    "torch_autocast": "--dtype",
+    "data_types": "--dtype",
+}
+
+
+def load_ds_config(path: str) -> dict:
+    """Read a DeepSpeed configuration file.  Raises InputError when it is not a JSON object."""
+    try:
+        with open(path, encoding="utf-8") as handle:
+            config = json.load(handle)
+    except (OSError, ValueError) as error:
+        raise InputError(f"--ds_config={path} cannot be read as JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise InputError(f"--ds_config={path} holds a {type(config).__name__}; a JSON object is needed")
+    return config
+
+
+def zero_stage(config: dict) -> int:
+    """ZeRO stage that a DeepSpeed configuration asks for; 0 where it says nothing."""
+    return config.get("zero_optimization", {}).get("stage", 0)
+
+
+def merge_ds_config(config: dict, options: TrainOptions, plan: BatchPlan) -> dict:
+    """The user's configuration completed with what our options own.
+
+    A value of ours that the file sets as well is accepted if it is "auto" or the same, else InputError names our option.
+    """
+    ours = {
+        "train_batch_size": plan.global_batch_size,
+        "train_micro_batch_size_per_gpu": plan.micro_batch_size,
+        "gradient_accumulation_steps": plan.accumulation_steps,
+        "gradient_clipping": options.clip_grad,
+    } | _precision(options.dtype, zero_stage(config))
+    for key, option in OWNED.items():
+        if key in config and not _agrees(config[key], ours.get(key)):
+            wanted = f"here {json.dumps(ours[key])}" if key in ours else "not to be set in the file"
+            raise InputError(f"{options.ds_config}: {key}={json.dumps(config[key])} belongs to {option} ({wanted}); remove it or say 'auto'")
+    rest = {key: value for key, value in config.items() if key not in OWNED}
+    # Our optimizer is a client optimizer that DeepSpeed has no list entry for, and it is a torch one also under offload.
+    return {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "steps_per_print": 10**12} | rest | ours
+
+
+def _precision(dtype: str, stage: int) -> dict:
+    """Settings that keep masters, moments and gradient sums in fp32 whatever `dtype` computes in."""
+    if dtype == "fp32":
+        return {}
+    if stage == 0:
+        # DeepSpeed refuses bf16 parameters with fp32 gradient sums at stage 0; autocast over fp32 parameters gives both.
+        return {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    return {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+
+
+def _agrees(theirs, ours) -> bool:
+    if theirs == "auto":
+        return True
+    if isinstance(theirs, dict) and theirs.get("enabled") is False and ours is None:
+        return True
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        return all(key in ours and _agrees(value, ours[key]) for key, value in theirs.items())
+    return ours is not None and theirs == ours

@@ -1,0 +1,288 @@
+"""The DeepSpeed engine as the loop sees it: one optimizer step, agreed by all ranks, and the exact state behind it.
+
+DeepSpeed owns gradients, communication and partitioning.  What it lacks is added here: one agreement a step on whether the update
+may happen, and access to masters and moments in full shape for topology-free checkpoints.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import socket
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megahedge.config.options import BatchPlan, TrainOptions
+from megahedge.data.loader import Batch
+from megahedge.parallel.sharding import shard, unshard
+from megahedge.parallel.topology import Topology
+from megahedge.training.ds_config import load_ds_config, merge_ds_config, zero_stage
+from megahedge.training.optim import build_optimizer
+from megahedge.utils.errors import InputError
+from megahedge.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def init_distributed(tp_size: int) -> Topology:
+    """Join the job that the launcher's environment describes (alone where it describes none) and cut it into TP × DP groups.
+
+    Raises InputError where tp_size does not divide the number of processes; before any process waits for another.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if world_size % tp_size:
+        works = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
+        raise InputError(f"--tp_size={tp_size} does not divide the number of processes {world_size}; use {works}")
+    _quiet_deepspeed()
+    import deepspeed
+
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    deepspeed.init_distributed(dist_backend="nccl" if torch.cuda.is_available() else "gloo", auto_mpi_discovery=False)
+    return Topology.create(tp_size)
+
+
+def _quiet_deepspeed() -> None:
+    """Keep DeepSpeed's own log to warnings unless the user has set its level."""
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    from deepspeed.utils import logger as deepspeed_logger
+
+    deepspeed_logger.setLevel(os.environ.get("DEEPSPEED_LOG_LEVEL", "WARNING").upper())
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step was, the same on every rank."""
+
+    loss: float
+    """Mean over the global batch."""
+    metrics: dict[str, float]
+    """The module's own scalars, averaged likewise."""
+    grad_norm: float
+    """L2 norm of the gradient before clipping."""
+    applied: bool
+    """False where a loss or a gradient was not finite and the update did not happen."""
+    bad_samples: list[int]
+    """Sample numbers of the micro-batches with a loss or gradient that is not finite."""
+    stop_requested: bool
+    """Whether any rank has asked to stop."""
+
+
+class TrainingEngine:
+    """DeepSpeed around a module whose forward(tokens, labels) returns (loss, metrics), and whose trainable parameters are the student's.
+
+    The module's parameters must hold their starting values in fp32 when the engine is made: bf16 masters are set from them.
+    """
+
+    def __init__(self, module: nn.Module, student: nn.Module, options: TrainOptions, plan: BatchPlan, topology: Topology):
+        import deepspeed
+
+        config = merge_ds_config(load_ds_config(options.ds_config), options, plan)
+        self.module = module
+        self.topology = topology
+        self.zero_stage = zero_stage(config)
+        self.optimizer = build_optimizer(module, options)
+        self.parameters = {name: parameter for name, parameter in student.named_parameters() if parameter.requires_grad}
+        assert len(self.parameters) == sum(parameter.requires_grad for parameter in module.parameters())
+        self._gradients = _GradientWatch(self.parameters)
+        starting_values = self._starting_values(options)
+        # `mpu` only where there is something to say: with one, DeepSpeed takes slower paths
+        self.deepspeed, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=self.optimizer,
+            config=config,
+            mpu=topology.mpu if topology.tp_size > 1 else None,
+            dist_init_required=False,
+        )
+        self.optimizer.make_state()
+        self.device = self.deepspeed.device
+        for name, value in starting_values.items():
+            self._write(name, value.to(self.device))
+
+    def _starting_values(self, options: TrainOptions) -> dict[str, Tensor]:
+        """fp32 copies of what DeepSpeed is about to round to bf16; empty where it rounds nothing."""
+        if options.dtype == "fp32" or self.zero_stage == 0:
+            return {}
+        return {name: parameter.detach().to("cpu", torch.float32, copy=True) for name, parameter in self.parameters.items()}
+
+    # ---- one step -------------------------------------------------------------------------------------------------------------
+
+    def train_step(self, micro_batches: Iterable[Batch], lr: float, *, stop_requested: bool = False, apply: bool = True) -> StepResult:
+        """Forward and backward of this rank's micro-batches, then one update agreed by all ranks.
+
+        With `apply` false the update does not happen, but everything around it does (optimizer state is made where missing).
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.deepspeed.train()
+        scalars, finite, positions = [], [], []
+        for batch, is_last in _mark_last(micro_batches):
+            loss, metrics = self.deepspeed(batch.tokens.to(self.device), batch.labels.to(self.device))
+            self.deepspeed.backward(loss)
+            scalars.append(torch.stack([value.detach().float() for value in (loss, *metrics.values())]))
+            finite.append(torch.isfinite(scalars[-1][0]) & self._gradients.take_finite())
+            positions.append(batch.positions)
+            if is_last:
+                means, all_finite, stop = self._agree(torch.stack(scalars).mean(0), torch.stack(finite).all(), stop_requested)
+                self.optimizer.enabled = all_finite and apply
+                grad_norm = self._gradient_norm_at_stage_0() if self.zero_stage == 0 else None
+            self.deepspeed.step()
+        self.optimizer.enabled = True
+        self._gradients.check_complete()
+        if grad_norm is None:
+            grad_norm = float(self.deepspeed.get_global_grad_norm() or 0.0)
+        return StepResult(
+            loss=means[0],
+            metrics=dict(zip(metrics, means[1:], strict=True)),
+            grad_norm=grad_norm,
+            applied=all_finite and apply,
+            bad_samples=[] if all_finite else self._gather_bad(finite, positions),
+            stop_requested=stop,
+        )
+
+    def _agree(self, means: Tensor, finite: Tensor, stop_requested: bool) -> tuple[list[float], bool, bool]:
+        """One all-reduce a step: mean losses over DP ranks, and whether any rank saw a non-finite value or was asked to stop."""
+        flags = torch.stack([~finite, torch.tensor(stop_requested, device=means.device)])
+        packed = torch.cat([means.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0), flags.float()])
+        dist.all_reduce(packed)
+        values = (packed / dist.get_world_size()).tolist()
+        finite_everywhere = values[-2] == 0.0
+        losses = values[:-2] if finite_everywhere else [float("nan")] * len(means)
+        return losses, finite_everywhere, values[-1] > 0.0
+
+    def _gather_bad(self, finite: list[Tensor], positions: list[tuple[int, ...]]) -> list[int]:
+        """Sample numbers of every rank's micro-batches that were not finite; after one bad micro-batch its rank's later sums are too."""
+        mine = [sample for flag, part in zip(finite, positions, strict=True) if not flag for sample in part]
+        gathered = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, mine)
+        return sorted({sample for part in gathered for sample in part})
+
+    def _gradient_norm_at_stage_0(self) -> float:
+        """DeepSpeed clips at stage 0 without telling the norm; each distinct element is counted once over the TP group."""
+        shared, sharded = torch.zeros(2, device=self.device).unbind()
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                square = parameter.grad.float().square().sum()
+                if parameter.shard_spec.dim is None:
+                    shared = shared + square
+                else:
+                    sharded = sharded + square
+        if self.topology.tp_size > 1:
+            dist.all_reduce(sharded, group=self.topology.tp_group)
+        return float((shared + sharded).sqrt())
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[nn.Module]:
+        """The wrapped module in eval mode without gradients; calls must go through it so that ZeRO-3 gathers parameters."""
+        self.deepspeed.eval()
+        with torch.no_grad():
+            yield self.deepspeed
+        self.deepspeed.train()
+
+    # ---- the exact state, in full shapes --------------------------------------------------------------------------------------
+
+    def read_full(self, name: str, moment: str | None = None) -> Tensor:
+        """A trainable parameter's fp32 master, or one of its moments, whole.  Collective: every rank calls it for the same name."""
+        return self._unshard(self.parameters[name], self._read(name, moment))
+
+    def read_frozen(self, parameter: nn.Parameter) -> Tensor:
+        """A frozen parameter whole, in the dtype in which the module holds it.  Collective."""
+        import deepspeed
+
+        gather = hasattr(parameter, "ds_id")
+        with deepspeed.zero.GatheredParameters([parameter]) if gather else contextlib.nullcontext():
+            return self._unshard(parameter, parameter.detach().clone())
+
+    def write_full(self, name: str, full: Tensor, moment: str | None = None) -> None:
+        """Set this rank's part of a master or moment from the whole tensor.  Moments exist only after a first step."""
+        spec = self.parameters[name].shard_spec
+        self._write(name, shard(full, spec, self.topology.tp_rank, self.topology.tp_size).to(self.device), moment)
+
+    def _read(self, name: str, moment: str | None) -> Tensor:
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        parameter = self.parameters[name]
+        if self.zero_stage == 0:
+            return (parameter if moment is None else self.optimizer.state[parameter][moment]).detach()
+        return safe_get_full_fp32_param(parameter) if moment is None else safe_get_full_optimizer_state(parameter, moment)
+
+    def _write(self, name: str, value: Tensor, moment: str | None = None) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        parameter = self.parameters[name]
+        if self.zero_stage == 0:
+            target = parameter if moment is None else self.optimizer.state[parameter][moment]
+            with torch.no_grad():
+                target.copy_(value)
+        elif moment is None:
+            safe_set_full_fp32_param(parameter, value)
+        else:
+            safe_set_full_optimizer_state(parameter, value, moment)
+
+    def _unshard(self, parameter: nn.Parameter, local: Tensor) -> Tensor:
+        spec = parameter.shard_spec
+        if spec.dim is None or self.topology.tp_size == 1:
+            return unshard([local], spec)
+        pieces = [torch.empty_like(local) for _ in range(self.topology.tp_size)]
+        dist.all_gather(pieces, local.contiguous(), group=self.topology.tp_group)
+        return unshard(pieces, spec)
+
+    def set_update_count(self, count: int) -> None:
+        """Tell AdamW's bias correction how many updates there have been."""
+        for state in self.optimizer.state.values():
+            state["step"].fill_(float(count))
+
+
+def _mark_last(items: Iterable) -> Iterator[tuple[object, bool]]:
+    """Each item, and whether it is the last."""
+    iterator = iter(items)
+    item = next(iterator)
+    for following in iterator:
+        yield item, False
+        item = following
+    yield item, True
+
+
+class _GradientWatch:
+    """Watches the gradients of one rank as autograd delivers them, before DeepSpeed reduces or partitions them.
+
+    Its flag stays on the device, so nothing waits until somebody reads it.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter]):
+        self._unseen = set(parameters)
+        self._flags: list[Tensor] = []
+        for name, parameter in parameters.items():
+            parameter.register_hook(self._hook(name))
+
+    def _hook(self, name: str):
+        def watch(gradient: Tensor) -> None:
+            self._unseen.discard(name)
+            self._flags.append(torch.isfinite(gradient.sum()))
+
+        return watch
+
+    def take_finite(self) -> Tensor:
+        """Whether every gradient since the last call was finite, a bool tensor."""
+        flags, self._flags = self._flags, []
+        return torch.stack(flags).all() if flags else torch.tensor(True)
+
+    def check_complete(self) -> None:
+        """Raise RuntimeError if a trainable parameter has never had a gradient (a zero one counts): a silent cut in the graph."""
+        if self._unseen:
+            names = ", ".join(sorted(self._unseen)[:5])
+            raise RuntimeError(f"{len(self._unseen)} trainable parameters got no gradient in the first step: {names}")

@@ -1,0 +1,147 @@
+"""The training loop that every stage runs in: step, measure, evaluate, save, stop when asked."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from megahedge.config.options import TrainOptions
+from megahedge.data.loader import BatchLoader
+from megahedge.evaluation.perplexity import Perplexity
+from megahedge.training.checkpointing import Progress, save_checkpoint
+from megahedge.training.engine import StepResult, TrainingEngine
+from megahedge.training.metrics import MetricsLog
+from megahedge.training.optim import learning_rate
+from megahedge.training.run_folder import RunFolder
+from megahedge.training.signals import StopSignal
+from megahedge.utils.errors import RunError
+from megahedge.utils.files import write_json
+from megahedge.utils.logging import get_logger
+from megahedge.utils.progress import Progress as ProgressBar
+from megahedge.utils.units import format_seconds
+
+logger = get_logger(__name__)
+
+MAX_SKIPPED_IN_A_ROW = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What the loop needs of a run, ready to go."""
+
+    options: TrainOptions
+    engine: TrainingEngine
+    student: torch.nn.Module
+    """Whose parameters a checkpoint holds."""
+    loader: BatchLoader
+    evaluate: Callable[[], Perplexity]
+    """Scores the validation split; collective."""
+    run: RunFolder
+    metrics: MetricsLog | None
+    """On rank 0."""
+    record: dict
+    """What a checkpoint says beside its tensors: model, stage, data."""
+
+
+def train(job: Job, progress: Progress) -> Progress:
+    """Run steps `progress.step + 1` to the last that the token budget pays for, or until asked to stop; save at the end.
+
+    Returns where the run stands.  Raises RunError after MAX_SKIPPED_IN_A_ROW steps in a row without a finite loss and gradient.
+    """
+    options, total_steps = job.options, job.options.train_steps
+    first_rank = dist.get_rank() == 0
+    bar = ProgressBar(
+        total_steps * options.tokens_per_step, "tokens", initial=progress.tokens, description="training", enabled=first_rank
+    )
+    started = time.monotonic()
+    if progress.step == 0:
+        _evaluate(job, 0)
+    with StopSignal() as stop:
+        while progress.step < total_steps:
+            step = progress.step + 1
+            # dropout and the like draw from a state that is a function of the step, so a restart needs no saved generators
+            torch.manual_seed((options.seed << 32) + (step << 12) + dist.get_rank())
+            lr = learning_rate(step, total_steps, options)
+            step_started = time.monotonic()
+            result = job.engine.train_step(job.loader.micro_batches(progress.samples), lr, stop_requested=stop.requested)
+            progress = _advance(progress, result, options)
+            if not result.applied:
+                _report_skipped(progress, result)
+            if step % options.log_interval == 0 or step == total_steps:
+                _log_step(job, progress, result, lr, time.monotonic() - step_started)
+            bar.update(options.tokens_per_step, loss=f"{result.loss:.4f}", step=f"{step}/{total_steps}")
+            if step % options.eval_interval == 0 or step == total_steps:
+                _evaluate(job, step)
+            stopping = result.stop_requested or step == options.stop_after
+            if stopping or step % options.save_interval == 0 or step == total_steps:
+                save_checkpoint(job.engine, job.student, job.run.checkpoints, progress, job.record, options.keep_last)
+            if stopping:
+                break
+    bar.close()
+    logger.info("step %d of %d after %s", progress.step, total_steps, format_seconds(time.monotonic() - started))
+    return progress
+
+
+def _advance(progress: Progress, result: StepResult, options: TrainOptions) -> Progress:
+    return Progress(
+        step=progress.step + 1,
+        samples=progress.samples + options.global_batch_size,
+        tokens=progress.tokens + options.tokens_per_step,
+        updates=progress.updates + result.applied,
+        skipped_in_a_row=0 if result.applied else progress.skipped_in_a_row + 1,
+    )
+
+
+def _report_skipped(progress: Progress, result: StepResult) -> None:
+    logger.warning(
+        "step %d: loss or gradient is not finite; the update is skipped (%d skipped so far, %d in a row); samples %s",
+        progress.step,
+        progress.step - progress.updates,
+        progress.skipped_in_a_row,
+        result.bad_samples,
+    )
+    if progress.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+        raise RunError(
+            f"{MAX_SKIPPED_IN_A_ROW} steps in a row had a loss or gradient that is not finite, the last with samples {result.bad_samples}; "
+            f"lower --lr, raise --warmup_fraction, or try --dtype fp32; the last checkpoint is untouched"
+        )
+
+
+def _log_step(job: Job, progress: Progress, result: StepResult, lr: float, seconds: float) -> None:
+    if job.metrics is None:
+        return
+    values = {
+        "loss": result.loss,
+        **result.metrics,
+        "lr": lr,
+        "grad_norm": result.grad_norm,
+        "tokens": progress.tokens,
+        "skipped": progress.step - progress.updates,
+        "tokens_per_second": job.options.tokens_per_step / seconds,
+    }
+    job.metrics.write("train", progress.step, values)
+
+
+def _evaluate(job: Job, step: int) -> Perplexity:
+    started = time.monotonic()
+    measured = job.evaluate()
+    logger.info("step %d: validation loss %.4f, perplexity %.3f on %d tokens", step, measured.loss, measured.token_perplexity, measured.tokens)
+    if job.metrics is not None:
+        values = {"loss": measured.loss, "perplexity": measured.token_perplexity, "tokens": measured.tokens}
+        job.metrics.write("eval", step, values | {"elapsed_seconds": time.monotonic() - started})
+    return measured
+
+
+def write_summary(job: Job, progress: Progress, measured: Perplexity) -> None:
+    """Write the final figures of a run that has used its budget.  Rank 0 only."""
+    write_json(
+        job.run.summary_file,
+        {
+            **dataclasses.asdict(progress),
+            "validation_loss": measured.loss,
+            "validation_perplexity": measured.token_perplexity,
+            "validation_tokens": measured.tokens,
+        },
+    )

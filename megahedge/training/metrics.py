@@ -1,0 +1,59 @@
+"""metrics.jsonl, and Weights & Biases when asked."""
+
+import json
+import os
+from pathlib import Path
+
+from megahedge.utils.errors import InputError
+from megahedge.utils.files import atomic_write
+
+# What differs between two runs of the same computation.
+TIMING_KEYS = ("tokens_per_second", "elapsed_seconds")
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """Lines of a metrics file; a last line that a kill cut short is left out."""
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+class MetricsLog:
+    """Appends one JSON object a line.  Made on rank 0 only.
+
+    On resume, lines after `resumed_step` belong to steps that will be run again and are dropped.
+    """
+
+    def __init__(self, path: Path, resumed_step: int):
+        kept = [line for line in read_metrics(path) if line["step"] <= resumed_step]
+        with atomic_write(path, "w") as handle:
+            handle.writelines(json.dumps(line) + "\n" for line in kept)
+        self._handle = open(path, "a", encoding="utf-8")  # noqa: SIM115 (lives as long as the run)
+        self._wandb = None
+
+    def start_wandb(self, project: str, name: str, config: dict, id_file: Path) -> None:
+        """Log to Weights & Biases too, under the id that the run had before, if it had one."""
+        try:
+            import wandb
+        except ImportError as error:
+            raise InputError(f"--wandb_project={project} needs the package wandb: pip install wandb ({error})") from None
+        identifier = id_file.read_text().strip() if id_file.is_file() else wandb.util.generate_id()
+        with atomic_write(id_file, "w") as handle:
+            handle.write(identifier + "\n")
+        folder = os.fspath(id_file.parent)
+        self._wandb = wandb.init(project=project, name=name, id=identifier, resume="allow", config=config, dir=folder)
+
+    def write(self, kind: str, step: int, values: dict[str, float]) -> None:
+        """Append one line: kind is `train` or `eval`."""
+        json.dump({"kind": kind, "step": step, **values}, self._handle)
+        self._handle.write("\n")
+        self._handle.flush()
+        if self._wandb is not None:
+            self._wandb.log({f"{kind}/{name}": value for name, value in values.items()}, step=step)
+
+    def close(self) -> None:
+        """Close the file and the Weights & Biases run."""
+        self._handle.close()
+        if self._wandb is not None:
+            self._wandb.finish()

@@ -1,0 +1,127 @@
+"""Command lines made from frozen dataclasses: flat option names, the same word in YAML, on the command line and in code."""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import os
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Callable
+
+import jsonargparse
+
+from megahedge.utils.errors import InputError, RunError
+from megahedge.utils.units import parse_count
+
+Count = typing.NewType("Count", int)
+"""A whole number that a user may write as 1e9, 1B or 300M."""
+
+
+class _Parser(jsonargparse.ArgumentParser):
+    """A parser that raises InputError where argparse would print its usage and exit."""
+
+    def error(self, message, ex=None):
+        first_line = " ".join(str(message).split())
+        raise InputError(f"{first_line} (see --help)")
+
+
+def parse_options(options_type, argv=None, *, prog=None, description=None, defaults=None):
+    """Parse a command line into an instance of a frozen dataclass.
+
+    Each field is an option of the same name; the string literal below a field is its help.  Fields without a default are required.
+    `--config FILE.yaml` supplies values that later options override.  `defaults` replaces defaults for one command.
+    Raises InputError for an unknown option, a missing one or a value of the wrong kind.
+    """
+    parser = _Parser(prog=prog, description=description)
+    parser.add_argument("--config", action="config", help="YAML file of options; options after it on the command line win")
+    parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher; not for people")
+    helps = field_docs(options_type)
+    hints = typing.get_type_hints(options_type)
+    for field in dataclasses.fields(options_type):
+        _add_option(parser, field, hints[field.name], helps.get(field.name, ""), defaults or {})
+    values = parser.parse_args(argv).as_dict()
+    return options_type(**{field.name: _frozen(values[field.name]) for field in dataclasses.fields(options_type)})
+
+
+def _frozen(value):
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _add_option(parser, field, hint, help_text, defaults):
+    default = defaults.get(field.name, field.default)
+    if default is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    required = default is dataclasses.MISSING
+    arguments = {"help": help_text} | ({"required": True} if required else {"default": default})
+    if _is_sequence(hint):
+        arguments |= {"nargs": "+", "type": typing.get_args(hint)[0]}
+        if not required:
+            arguments["default"] = list(default)  # the parser merges config files into its defaults in place
+    elif hint is bool:
+        arguments |= {"action": _Switch}
+    else:
+        arguments |= {"type": _count_type(hint) or hint}
+    parser.add_argument(f"--{field.name}", **arguments)
+
+
+class _Switch(jsonargparse.ActionYesNo):
+    """`--flag` and `--no_flag`."""
+
+    def __init__(self, **kwargs):
+        super().__init__(yes_prefix="", no_prefix="no_", **kwargs)
+
+
+def _is_sequence(hint) -> bool:
+    return typing.get_origin(hint) in (tuple, list)
+
+
+class _CountType:
+    """The parser of a Count or, with `optional`, of a Count or nothing; its repr is what --help shows."""
+
+    def __init__(self, optional: bool):
+        self.optional = optional
+
+    def __call__(self, text):
+        if self.optional and text in (None, "", "none", "null"):
+            return None
+        return parse_count(text)
+
+    def __repr__(self):
+        return "count | null" if self.optional else "count"
+
+
+def _count_type(hint) -> _CountType | None:
+    if hint is Count:
+        return _CountType(optional=False)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType) and Count in typing.get_args(hint):
+        return _CountType(optional=True)
+    return None
+
+
+@functools.cache
+def field_docs(dataclass_type) -> dict[str, str]:
+    """The string literal below each field of a dataclass and of its bases, white space folded."""
+    docs = {}
+    for base in reversed(dataclass_type.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
+        for statement, following in zip(body, body[1:], strict=False):
+            is_field = isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+            is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            if is_field and is_text and isinstance(following.value.value, str):
+                docs[statement.target.id] = " ".join(following.value.value.split())
+    return docs
+
+
+def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
+    """Run an entry point: an InputError becomes one line on stderr and exit status 2, a RunError exit status 1."""
+    try:
+        sys.exit(main() or 0)
+    except (InputError, RunError) as error:
+        where = "" if os.environ.get("WORLD_SIZE", "1") == "1" else f"[rank {os.environ.get('RANK', '0')}] "
+        print(f"{where}error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2 if isinstance(error, InputError) else 1)

@@ -1,0 +1,16 @@
+"""The one exception that a user is meant to read."""
+
+
+class InputError(ValueError):
+    """A bad option, config or input file.  The message names the option, its value and what would work.
+
+    Command-line entry points print it as one line and exit with status 2 (`megahedge.utils.cli.run`);
+    any other exception is a fault of ours and keeps its traceback.
+    """
+
+
+class RunError(RuntimeError):
+    """A run that cannot go on although its inputs were valid, such as a loss that stays NaN.
+
+    Printed as one line; exit status 1.
+    """

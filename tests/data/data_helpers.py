@@ -1,0 +1,34 @@
+"""Small corpora for the data tests."""
+
+import json
+
+import numpy as np
+
+from megahedge.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+
+EOD = 0
+
+
+def write_pair(prefix, documents, dtype=np.uint16) -> IndexedDataset:
+    """Write documents, lists of ids, as a pair and open it."""
+    with IndexedDatasetWriter(prefix, dtype) as writer:
+        for document in documents:
+            writer.add_document(document)
+        writer.finish()
+    return IndexedDataset(prefix)
+
+
+def numbered_documents(lengths) -> list[np.ndarray]:
+    """Documents in which no token occurs twice, so that a token tells where it comes from."""
+    return np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
+
+
+def random_lengths(count, low, high, seed=0) -> list[int]:
+    """Document lengths from low to high."""
+    return np.random.default_rng(seed).integers(low, high + 1, count).tolist()
+
+
+def write_jsonl(path, texts, key="text"):
+    """One JSON object a line."""
+    path.write_bytes(b"".join(json.dumps({key: text}).encode() + b"\n" for text in texts))
+    return path
