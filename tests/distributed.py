@@ -76,10 +76,8 @@ def _rank_main(sender, function, args, rank, world_size, rendezvous, timeout_sec
             "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_seconds)
         )
         outcome = (True, function(*args))
+        dist.barrier()  # no rank is killed while another still talks to it
     except BaseException:
         outcome = (False, traceback.format_exc())
     sender.send_bytes(pickle.dumps(outcome))
-    if outcome[0]:
-        # a rank that is killed while others still hold connections to it would make them fail
-        dist.barrier()
-        dist.destroy_process_group()
+    time.sleep(timeout_seconds)  # until killed: connections that close early would make other ranks report that, not the cause

@@ -188,9 +188,10 @@ def _encoder_settings(config: PreprocessConfig, tokenizer, largest_id: int) -> _
 
 
 class _Encoder:
-    """Turns a chunk of records into tokens; lives in a worker process."""
+    """Turns a chunk of records into tokens, one in each worker."""
 
     def __init__(self, settings: _EncoderSettings):
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one worker is one thread
         self._settings = settings
         self._tokenizer = tokenizers.Tokenizer.from_str(settings.tokenizer_json)
         self._tokenizer.no_truncation()
@@ -239,7 +240,6 @@ _worker_encoder: _Encoder | None = None
 
 def _start_worker(settings: _EncoderSettings) -> None:
     global _worker_encoder
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C reaches every process of the terminal; the parent ends the workers
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     _worker_encoder = _Encoder(settings)
@@ -257,6 +257,11 @@ def _encode_chunk(chunk: Chunk) -> _Encoded:
 
 def _encode_in_order(sources: list[Source], settings: _EncoderSettings, workers: int) -> Iterator[tuple[Chunk, _Encoded]]:
     """Each chunk with its tokens, in the order of the input, at most `_CHUNKS_IN_FLIGHT` chunks a worker ahead of the consumer."""
+    if workers == 1:
+        encoder = _Encoder(settings)
+        for source in sources:
+            yield from ((chunk, encoder.encode(chunk)) for chunk in source.chunks(settings.text_key))
+        return
     context = multiprocessing.get_context("spawn")
     executor = concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (settings,))
     in_flight = collections.deque()

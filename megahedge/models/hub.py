@@ -4,11 +4,12 @@ import functools
 import os
 from pathlib import Path
 
-import httpx2 as httpx
 import huggingface_hub
-from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 
 from megahedge.utils.errors import InputError
+
+_CONFIG_FILES = ("config.json", "generation_config.json", "*.index.json")
+_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
 
 
 def resolve_pretrained(name_or_folder: str | os.PathLike, revision: str | None = None) -> Path:
@@ -25,18 +26,17 @@ def resolve_pretrained(name_or_folder: str | os.PathLike, revision: str | None =
         raise InputError(f"{folder} is a file; a model is a folder with config.json and weights, or a name on the Hugging Face hub")
     try:
         return _download(str(name_or_folder), revision)
-    # the client's own errors, those of its HTTP library, and those of the disk
-    except (HFValidationError, EntryNotFoundError, httpx.HTTPError, OSError) as error:
+    except Exception as error:  # the client lets errors of its HTTP library through, and that library changes with its versions
         raise InputError(_not_found(name_or_folder, revision, error)) from error
 
 
 def _download(name: str, revision: str | None) -> Path:
     """Snapshot with safetensors weights, or with .bin weights where the revision has no others."""
-    small_files = ["*.json", "*.txt", "tokenizer*", "*.model"]
+    others = [*_CONFIG_FILES, *_TOKENIZER_FILES]
     fetch = functools.partial(huggingface_hub.snapshot_download, name, revision=revision)
-    folder = Path(fetch(allow_patterns=[*small_files, "model*.safetensors"]))
+    folder = Path(fetch(allow_patterns=[*others, "model*.safetensors"]))
     if not any(folder.glob("model*.safetensors")):
-        folder = Path(fetch(allow_patterns=[*small_files, "pytorch_model*.bin"]))
+        folder = Path(fetch(allow_patterns=[*others, "pytorch_model*.bin"]))
     return folder
 
 

@@ -214,7 +214,7 @@ def test_dtype_counts_added_tokens(tmp_path, convert):
 
 
 def test_killed_worker_ends_the_run_naming_the_file(tmp_path, tokenizer_dir):
-    source = write_jsonl(tmp_path / "big.jsonl", TEXTS * 1500)  # some ten seconds of work, so that the kill comes in time
+    source = write_jsonl(tmp_path / "big.jsonl", TEXTS * 800)  # some ten seconds of work, so that the kill comes in time
     command = [sys.executable, str(REPOSITORY / "tools" / "preprocess_owt.py"), "--input", str(source), "--workers", "2"]
     command += ["--output_prefix", str(tmp_path / "out"), "--tokenizer", tokenizer_dir]
     run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(REPOSITORY)})
@@ -264,7 +264,7 @@ def test_tokenizer_digest_sees_what_a_tokenizer_does_not_how_it_is_stored(tmp_pa
     assert tokenizer_digest(load_tokenizer(str(tmp_path / "again"))) == digest
     tokenizer.add_tokens(["extra"])
     assert tokenizer_digest(tokenizer) != digest
-    model["model"]["merges"][0], model["model"]["merges"][-1] = model["model"]["merges"][-1], model["model"]["merges"][0]
+    del model["model"]["merges"][0]
     stored.write_text(json.dumps(model))
     assert tokenizer_digest(load_tokenizer(str(tmp_path / "again"))) != digest  # the same vocabulary, other merges
 

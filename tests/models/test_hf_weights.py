@@ -296,6 +296,22 @@ def test_damaged_folders_end_in_one_clear_line(folder, damage, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(("published", "weights"), [("safetensors", "model*.safetensors"), ("bin", "pytorch_model*.bin")])
+def test_hub_snapshot_takes_one_kind_of_weights(folder, published, weights, monkeypatch):
+    """A stand-in for the hub's client: .bin files are fetched only where the revision has no safetensors."""
+    if published == "bin":
+        replace_by_bin(folder, {"a": torch.ones(1)})
+    asked = []
+
+    def snapshot_download(name, revision, allow_patterns):
+        asked.append((name, revision, allow_patterns[-1]))
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert resolve_pretrained("EleutherAI/pythia-14m", revision="step1000") == folder
+    assert asked[-1] == ("EleutherAI/pythia-14m", "step1000", weights)
+
+
 @pytest.mark.parametrize("name", ["no/such/folder/at/all", "/nowhere", "someone/some-model"])
 def test_a_name_that_is_neither_folder_nor_model_says_what_is_wanted(name, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # no look-up on the network

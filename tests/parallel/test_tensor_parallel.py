@@ -75,6 +75,12 @@ def loss_after_backward(model: LanguageModel) -> float:
     return loss.item()
 
 
+@torch.no_grad()
+def sgd_step(model: LanguageModel) -> None:
+    for parameter in model.parameters():
+        parameter.sub_(LEARNING_RATE * parameter.grad)
+
+
 def gather(piece: torch.Tensor, spec: ShardSpec, tensor_parallel: TensorParallel) -> torch.Tensor:
     """The full tensor from all ranks' pieces."""
     pieces = [torch.empty_like(piece) for _ in range(tensor_parallel.size)]
@@ -89,7 +95,7 @@ def compare_with_one_rank(tensor_parallel: TensorParallel, form: dict) -> dict[s
     reference, model = build(SINGLE, **form), build(tensor_parallel, **form)
     worst = {"loss": abs(loss_after_backward(model) - loss_after_backward(reference)), "gradient": 0.0, "parameter": 0.0}
     for stepped in (reference, model):
-        torch.optim.SGD(stepped.parameters(), lr=LEARNING_RATE).step()
+        sgd_step(stepped)
     scale = torch.stack([parameter.grad.norm() for parameter in reference.parameters()]).norm()
     for name, parameter in model.named_parameters():
         expected, spec = reference.get_parameter(name), parameter.shard_spec
@@ -213,8 +219,8 @@ def test_a_wrong_collective_is_noticed(ranks, tp_size, mutant):
 def test_vocab_parallel_losses_equal_those_of_one_rank(ranks, tp_size, case):
     for rank in ranks:
         for name, difference in rank[tp_size]["losses"][case].items():
-            # fp32 arithmetic on values near 10 in either case; gradients are rounded to the logits' dtype
-            assert difference <= (2**-8 if case[1] == torch.bfloat16 and "gradient" in name else 5e-6), name
+            # fp32 arithmetic on log-probabilities near 20 in either case (3e-6 measured); gradients are rounded to the logits' dtype
+            assert difference <= (2**-8 if case[1] == torch.bfloat16 and "gradient" in name else 1e-5), name
 
 
 @pytest.mark.parametrize("tp_size", TP_SIZES)
