@@ -14,7 +14,7 @@ setup(
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     packages=find_packages(include=["megahedge", "megahedge.*"]),
     install_requires=[
         "torch>=2.6",

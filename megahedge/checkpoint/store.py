@@ -1,6 +1,6 @@
 """Checkpoint folders that are complete or invisible, whatever kills the writer, and that say so when a disk has changed them.
 
-    <root>/step-00001000/checkpoint.json          record, files with sizes and digests, which file holds which tensor
+    <root>/step-00001000/checkpoint.json          record, files with sizes and digests, which file holds which tensor; its own digest
                          parameters-00000.safetensors …   whole tensors, whatever topology wrote them
                          optimizer-00000.safetensors …
     <root>/latest                                  name of the newest complete checkpoint, for people and scripts
@@ -8,9 +8,10 @@
 A checkpoint is written under a temporary name, flushed to the disk, its checkpoint.json last, and then renamed.
 """
 
+import hashlib
+import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megahedge.utils.errors import InputError
-from megahedge.utils.files import atomic_write, fsync_path, read_json, sha256_file, write_json
+from megahedge.utils.files import atomic_write, fsync_path, read_json, remove_temporary_files, sha256_file, write_json
 from megahedge.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -66,7 +67,7 @@ class CheckpointWriter:
         for group in list(self._pending):
             self._flush(group)
         manifest = {"format": FORMAT, "step": self.step, "record": record, "files": self._files, "tensors": self._tensors}
-        write_json(self._folder / MANIFEST, manifest)
+        write_json(self._folder / MANIFEST, manifest | {"sha256": _manifest_digest(manifest)})
         fsync_path(self._folder)
         final = self.root / _folder_name(self.step)
         _discard(final)
@@ -92,6 +93,7 @@ class Checkpoint:
             self.record: dict = manifest["record"]
             self._files: dict = manifest["files"]
             self._tensors: dict = manifest["tensors"]
+            self._manifest = manifest
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"checkpoint {path} has no readable {MANIFEST}: {error}") from None
         if manifest["format"] != FORMAT:
@@ -103,6 +105,9 @@ class Checkpoint:
 
     def verify(self) -> None:
         """Compare every file's size and digest with the manifest.  Raises InputError naming the first that differs."""
+        rest = {key: value for key, value in self._manifest.items() if key != "sha256"}
+        if self._manifest.get("sha256") != _manifest_digest(rest):
+            raise InputError(f"checkpoint {self.path}: {MANIFEST} does not have the digest that was written")
         for file, expected in self._files.items():
             path = self.path / file
             if not path.is_file():
@@ -125,17 +130,23 @@ class Checkpoint:
             raise InputError(f"checkpoint {self.path}: {file} cannot be read: {error}") from None
 
 
+def _manifest_digest(manifest: dict) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
 
 def _folder_name(step: int) -> str:
     return f"step-{step:08d}"
+
+
+def _step_of(path: Path) -> int:
+    return int(_COMPLETE.fullmatch(path.name)[1])
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
     """Folders of complete checkpoints, newest first."""
     if not root.is_dir():
         return []
-    found = [(int(match[1]), path) for path in root.iterdir() if (match := _COMPLETE.fullmatch(path.name))]
-    return [path for _, path in sorted(found, reverse=True)]
+    return sorted((path for path in root.iterdir() if _COMPLETE.fullmatch(path.name)), key=_step_of, reverse=True)
 
 
 def newest_sound(root: Path) -> Checkpoint | None:
@@ -168,20 +179,21 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     raise InputError(f"{path} holds no complete checkpoint; give a run folder or one of its checkpoints/step-… folders")
 
 
-def rotate(root: Path, keep_last: int) -> None:
-    """Remove all complete checkpoints but the newest `keep_last`.  One process calls it, after `finish`."""
-    for path in complete_checkpoints(root)[keep_last:]:
+def rotate(root: Path, keep_last: int, step: int) -> None:
+    """Remove all complete checkpoints up to `step`, the one just written, but the newest `keep_last`.
+
+    Later ones can only be damaged ones that a resumed run has passed over; they count for nothing, and the run writes them again.
+    One process calls it, after `finish`.
+    """
+    for path in [path for path in complete_checkpoints(root) if _step_of(path) <= step][keep_last:]:
         _discard(path)
 
 
 def remove_unfinished(root: Path) -> None:
     """Remove what killed writers have left."""
-    for path in _unfinished(root):
+    for path in root.glob(f"{_UNFINISHED}*"):
         shutil.rmtree(path)
-
-
-def _unfinished(root: Path) -> Iterator[Path]:
-    return iter(sorted(root.glob(f"{_UNFINISHED}*"))) if root.is_dir() else iter(())
+    remove_temporary_files(root)
 
 
 def _discard(path: Path) -> None:

@@ -124,7 +124,7 @@ class RunOptions:
         for name in ("tp_size", "log_interval", "eval_interval", "save_interval", "keep_last"):
             _require(getattr(self, name) >= 1, f"--{name}={getattr(self, name)} must be at least 1")
         _require(self.stop_after is None or self.stop_after >= 1, f"--stop_after={self.stop_after} must be at least 1")
-        _require(self.seed >= 0, f"--seed={self.seed} must not be negative")
+        _require(0 <= self.seed < 2**31, f"--seed={self.seed} must lie between 0 and {2**31 - 1}")
         _require(Path(self.ds_config).is_file(), f"--ds_config={self.ds_config} is not a file; ds_configs/ holds zero0.json … zero3.json")
 
 

@@ -50,7 +50,9 @@ def _exp(value: float) -> float:
 
 
 @torch.no_grad()
-def measure_perplexity(token_losses: TokenLosses, batches: Iterable[Batch], device: torch.device | str = "cpu", dp_group=None) -> Perplexity:
+def measure_perplexity(
+    token_losses: TokenLosses, batches: Iterable[Batch], device: torch.device | str = "cpu", dp_group=None
+) -> Perplexity:
     """Score batches; with `dp_group` each rank scores its own share and all get the sum.
 
     Sums are kept in float64, so that neither the batch size nor the number of ranks changes the figure.

@@ -21,7 +21,7 @@ from megahedge.parallel.topology import TensorParallel, Topology
 from megahedge.training.checkpointing import Progress, find_checkpoint, load_student, restore_optimizer
 from megahedge.training.ds_config import load_ds_config, merge_ds_config, zero_stage
 from megahedge.training.engine import TrainingEngine, init_distributed
-from megahedge.training.loop import Job, train, write_summary
+from megahedge.training.loop import Job, train
 from megahedge.training.metrics import MetricsLog
 from megahedge.training.optim import learning_rate
 from megahedge.training.run_folder import RunFolder
@@ -113,11 +113,11 @@ def run_stage(stage_type: type[Stage], plan: Plan) -> tuple[Stage, TrainingEngin
     if options.dry_run:
         with torch.device("meta"):
             stage = stage_type(plan.model, TensorParallel(None, 0, options.tp_size), options)
-        print_header(stage, plan)
+        print_header(stage.name, plan, stage)
         return None
     topology = init_distributed(options.tp_size)
     stage, checkpoint = _build(stage_type, plan, topology)
-    print_header(stage, plan)
+    print_header(stage.name, plan, stage)
     progress = Progress(**checkpoint.record["progress"]) if checkpoint else Progress()
     record = {"stage": stage.name, "model": dataclasses.asdict(plan.model)}
     first_rank = dist.get_rank() == 0
@@ -146,10 +146,6 @@ def run_stage(stage_type: type[Stage], plan: Plan) -> tuple[Stage, TrainingEngin
 
     job = Job(options, engine, stage.student, loader, evaluate, plan.run, metrics, record)
     progress = train(job, progress)
-    if progress.step == options.train_steps:
-        measured = evaluate()
-        if first_rank:
-            write_summary(job, progress, measured)
     if metrics is not None:
         metrics.close()
     return stage, engine, progress
@@ -197,17 +193,13 @@ def _topology_record(plan: Plan, topology: Topology) -> dict:
     }
 
 
-def print_header(stage: Stage, plan: Plan) -> None:
-    """What is about to run, derived figures included, on rank 0."""
+def print_header(name: str, plan: Plan, stage: Stage | None = None) -> None:
+    """What is about to run, derived figures included, on rank 0; parameter counts where the stage's module is at hand."""
     options, model, batches = plan.options, plan.model, plan.batches
-    counts = {True: 0, False: 0}
-    for parameter in stage.parameters():
-        counts[parameter.requires_grad] += full_numel(parameter)
     rows = {
-        "run": f"{stage.name} in {plan.run.path}",
+        "run": f"{name} in {plan.run.path}",
         "model": f"{model.family}, {model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads of {model.head_dim}, "
         f"vocabulary {model.vocab_size}",
-        "parameters": f"{format_count(counts[True])} trainable ({counts[True]}), {format_count(counts[False])} frozen ({counts[False]})",
         "data": "; ".join(f"{index.dataset.prefix} ({format_count(index.dataset.num_tokens)} tokens)" for index in plan.data.indices),
         "epochs": ", ".join(f"{count:.3g}" for count in plan.data.epochs(options.train_steps * options.global_batch_size)),
         "validation": f"{plan.validation.dataset.prefix} ({format_count(plan.validation.num_scored_tokens)} tokens scored)",
@@ -221,7 +213,16 @@ def print_header(stage: Stage, plan: Plan) -> None:
     }
     for label, text in rows.items():
         logger.info("%-11s %s", label, text)
-    if options.print_trainable:
-        for name, parameter in stage.named_parameters():
-            if parameter.requires_grad:
-                logger.info("  trainable %s %s", name, "×".join(map(str, parameter.shard_spec.full_shape)))
+    if stage is not None:
+        _print_parameters(stage, options.print_trainable)
+
+
+def _print_parameters(stage: Stage, each_trainable: bool) -> None:
+    counts = {True: 0, False: 0}
+    for parameter in stage.parameters():
+        counts[parameter.requires_grad] += full_numel(parameter)
+    text = ", ".join(f"{format_count(counts[kind])} {word} ({counts[kind]})" for kind, word in ((True, "trainable"), (False, "frozen")))
+    logger.info("%-11s %s", "parameters", text)
+    for name, parameter in stage.named_parameters():
+        if each_trainable and parameter.requires_grad:
+            logger.info("  trainable %s %s", name, "×".join(map(str, parameter.shard_spec.full_shape)))

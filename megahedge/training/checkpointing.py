@@ -9,9 +9,10 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import nn
 
-from megahedge.checkpoint.store import Checkpoint, CheckpointWriter, newest_sound, remove_unfinished, rotate
+from megahedge.checkpoint.store import Checkpoint, CheckpointWriter, complete_checkpoints, newest_sound, remove_unfinished, rotate
 from megahedge.parallel.sharding import load_parameters
 from megahedge.training.engine import MOMENTS, TrainingEngine
+from megahedge.utils.errors import InputError
 from megahedge.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -70,11 +71,11 @@ class _Sink:
     def __init__(self, root: Path, step: int):
         self.error: str | None = None
         self._writer = None
-        self._root = root
-        self._attempt(self._open, step)
+        self._root, self._step = root, step
+        self._attempt(self._open)
 
-    def _open(self, step):
-        self._writer = CheckpointWriter(self._root, step)
+    def _open(self):
+        self._writer = CheckpointWriter(self._root, self._step)
 
     def _attempt(self, action, *arguments):
         if self.error is None:
@@ -92,18 +93,28 @@ class _Sink:
     def finish(self, record, keep_last):
         """Make the checkpoint visible and remove old ones."""
         self._attempt(lambda: self._writer.finish(record))
-        self._attempt(rotate, self._root, keep_last)
+        if self.error is None:
+            try:
+                rotate(self._root, keep_last, self._step)
+            except OSError as error:
+                logger.error("an old checkpoint in %s could not be removed: %s", self._root, error)
 
 
 def find_checkpoint(root: Path) -> Checkpoint | None:
-    """The checkpoint to go on from, the same on every rank; None where there is none.  Collective: rank 0 looks and cleans up."""
-    chosen = [None]
+    """The checkpoint to go on from, the same on every rank; None where there has never been one.
+
+    Collective: rank 0 looks and cleans up.  Raises InputError, on every rank, where there are checkpoints but none is sound.
+    """
+    found = [None, 0]
     if dist.get_rank() == 0:
         remove_unfinished(root)
         newest = newest_sound(root)
-        chosen = [newest.path if newest else None]
-    dist.broadcast_object_list(chosen, src=0)
-    return Checkpoint(chosen[0]) if chosen[0] else None
+        found = [newest.path if newest else None, len(complete_checkpoints(root))]
+    dist.broadcast_object_list(found, src=0)
+    path, count = found
+    if path is None and count > 0:
+        raise InputError(f"--resume: all {count} checkpoints in {root} are damaged; put a sound one there, or start in a new --output_dir")
+    return Checkpoint(path) if path else None
 
 
 def load_student(student: nn.Module, checkpoint: Checkpoint) -> None:

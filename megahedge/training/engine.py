@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import os
 import socket
+import warnings
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -54,6 +55,8 @@ def _quiet_deepspeed() -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     from deepspeed.utils import logger as deepspeed_logger
 
+    # DeepSpeed calls collectives by names that torch 2.13 renames, and warns of it at every one
+    warnings.filterwarnings("ignore", message="`torch.distributed.*` is deprecated", category=FutureWarning)
     deepspeed_logger.setLevel(os.environ.get("DEEPSPEED_LOG_LEVEL", "WARNING").upper())
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
 

@@ -48,7 +48,7 @@ class Job:
 def train(job: Job, progress: Progress) -> Progress:
     """Run steps `progress.step + 1` to the last that the token budget pays for, or until asked to stop; save at the end.
 
-    Returns where the run stands.  Raises RunError after MAX_SKIPPED_IN_A_ROW steps in a row without a finite loss and gradient.
+    Writes the summary of a run that has used its budget.  Returns where the run stands.  Raises RunError after MAX_SKIPPED_IN_A_ROW steps in a row without a finite loss and gradient.
     """
     options, total_steps = job.options, job.options.train_steps
     first_rank = dist.get_rank() == 0
@@ -56,10 +56,12 @@ def train(job: Job, progress: Progress) -> Progress:
         total_steps * options.tokens_per_step, "tokens", initial=progress.tokens, description="training", enabled=first_rank
     )
     started = time.monotonic()
-    if progress.step == 0:
-        _evaluate(job, 0)
+    last_step = min(total_steps, options.stop_after or total_steps)
+    measured = None
     with StopSignal() as stop:
-        while progress.step < total_steps:
+        if progress.step == 0:
+            _evaluate(job, 0)
+        while progress.step < last_step:
             step = progress.step + 1
             # dropout and the like draw from a state that is a function of the step, so a restart needs no saved generators
             torch.manual_seed((options.seed << 32) + (step << 12) + dist.get_rank())
@@ -73,14 +75,16 @@ def train(job: Job, progress: Progress) -> Progress:
                 _log_step(job, progress, result, lr, time.monotonic() - step_started)
             bar.update(options.tokens_per_step, loss=f"{result.loss:.4f}", step=f"{step}/{total_steps}")
             if step % options.eval_interval == 0 or step == total_steps:
-                _evaluate(job, step)
-            stopping = result.stop_requested or step == options.stop_after
-            if stopping or step % options.save_interval == 0 or step == total_steps:
+                measured = _evaluate(job, step)
+            if result.stop_requested or step % options.save_interval == 0 or step == last_step:
                 save_checkpoint(job.engine, job.student, job.run.checkpoints, progress, job.record, options.keep_last)
-            if stopping:
+            if result.stop_requested:
+                logger.warning("asked to stop by a signal: saved at step %d; --resume goes on from there", step)
                 break
     bar.close()
     logger.info("step %d of %d after %s", progress.step, total_steps, format_seconds(time.monotonic() - started))
+    if progress.step == total_steps:
+        _write_summary(job, progress, measured or job.evaluate())
     return progress
 
 
@@ -134,8 +138,9 @@ def _evaluate(job: Job, step: int) -> Perplexity:
     return measured
 
 
-def write_summary(job: Job, progress: Progress, measured: Perplexity) -> None:
-    """Write the final figures of a run that has used its budget.  Rank 0 only."""
+def _write_summary(job: Job, progress: Progress, measured: Perplexity) -> None:
+    if dist.get_rank() > 0:
+        return
     write_json(
         job.run.summary_file,
         {

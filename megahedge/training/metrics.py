@@ -1,6 +1,7 @@
 """metrics.jsonl, and Weights & Biases when asked."""
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -26,7 +27,8 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, resumed_step: int):
-        kept = [line for line in read_metrics(path) if line["step"] <= resumed_step]
+        # a run that starts over at step 0 evaluates there again
+        kept = [line for line in read_metrics(path) if line["step"] <= resumed_step] if resumed_step > 0 else []
         with atomic_write(path, "w") as handle:
             handle.writelines(json.dumps(line) + "\n" for line in kept)
         self._handle = open(path, "a", encoding="utf-8")  # noqa: SIM115 (lives as long as the run)
@@ -45,9 +47,9 @@ class MetricsLog:
         self._wandb = wandb.init(project=project, name=name, id=identifier, resume="allow", config=config, dir=folder)
 
     def write(self, kind: str, step: int, values: dict[str, float]) -> None:
-        """Append one line: kind is `train` or `eval`."""
-        json.dump({"kind": kind, "step": step, **values}, self._handle)
-        self._handle.write("\n")
+        """Append one line: kind is `train` or `eval`; a value that is not finite is null there."""
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}  # JSON knows no NaN
+        self._handle.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")
         self._handle.flush()
         if self._wandb is not None:
             self._wandb.log({f"{kind}/{name}": value for name, value in values.items()}, step=step)

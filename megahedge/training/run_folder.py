@@ -17,7 +17,7 @@ from pathlib import Path
 from megahedge.checkpoint.store import complete_checkpoints
 from megahedge.config.options import TrainOptions
 from megahedge.utils.errors import InputError
-from megahedge.utils.files import read_json, write_json
+from megahedge.utils.files import is_temporary_file, read_json, remove_temporary_files, write_json
 
 # What another topology, machine or watcher may change on resume: nothing of it enters the mathematics of a step.
 MAY_CHANGE = {
@@ -46,7 +46,7 @@ class RunFolder:
         if self.path.exists() and not self.path.is_dir():
             raise InputError(f"--output_dir={self.path} is a file; name a folder")
         if not self.record_file.is_file():
-            if self.path.is_dir() and any(self.path.iterdir()):
+            if self.path.is_dir() and not all(map(is_temporary_file, self.path.iterdir())):
                 raise InputError(f"--output_dir={self.path} is not empty and holds no run; name another folder")
             return
         if not options.resume:
@@ -81,6 +81,7 @@ class RunFolder:
             before = self.read_record()
             history = before.pop("history", [])
             record["history"] = [*history, before]
+        remove_temporary_files(self.path)
         write_json(self.record_file, record)
 
 

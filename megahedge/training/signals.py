@@ -2,10 +2,6 @@
 
 import signal
 
-from megahedge.utils.logging import get_logger
-
-logger = get_logger(__name__)
-
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -24,8 +20,7 @@ class StopSignal:
         return self
 
     def _note(self, number, frame):
-        self.requested = True
-        logger.warning("%s received: saving and stopping after this step", signal.Signals(number).name)
+        self.requested = True  # and nothing else: the signal may have come in the middle of a log line
 
     def __exit__(self, *exception):
         for number, handler in self._previous.items():

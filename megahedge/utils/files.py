@@ -9,6 +9,8 @@ from pathlib import Path
 
 from megahedge.utils.errors import InputError
 
+_TEMPORARY = ".tmp"
+
 
 def fsync_path(path: str | os.PathLike) -> None:
     """Flush a file or a directory entry to the disk."""
@@ -24,7 +26,7 @@ def atomic_write(path: str | os.PathLike, mode: str = "wb"):
     """Open a temporary file beside `path`; on a clean exit fsync it and rename it over `path`, else remove it."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{_TEMPORARY}")
     try:
         with open(temporary, mode) as handle:
             yield handle
@@ -34,6 +36,17 @@ def atomic_write(path: str | os.PathLike, mode: str = "wb"):
         fsync_path(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_temporary_files(folder: str | os.PathLike) -> None:
+    """Remove what killed `atomic_write`s have left in a folder.  Nobody may be writing there."""
+    for path in Path(folder).glob(f".*{_TEMPORARY}"):
+        path.unlink(missing_ok=True)
+
+
+def is_temporary_file(path: Path) -> bool:
+    """Whether an `atomic_write` made this file and was killed, or is at it."""
+    return path.name.startswith(".") and path.name.endswith(_TEMPORARY)
 
 
 def write_json(path: str | os.PathLike, value: object) -> None:

@@ -1,0 +1,25 @@
+"""Perplexity of a run, a Hugging Face folder or a hub model on indexed data.
+
+python scripts/evaluate.py --model runs/teacher --data_path data/small --context_probe --output teacher.json
+
+Protocol: windows of --seq_len without overlap over the split as one stream, EOD kept, every token but the first scored once.  Word
+perplexity and bits per byte divide the same loss by the words (divided by white space) and UTF-8 bytes of the scored tokens' text.
+"""
+
+from megahedge.evaluation.evaluate import EvaluateOptions, evaluate
+from megahedge.training.run_folder import code_version, package_versions
+from megahedge.utils.cli import parse_options, run_main
+from megahedge.utils.files import write_json
+
+
+def main() -> None:
+    """Entry point."""
+    options = parse_options(EvaluateOptions, prog="evaluate.py", description="Measure the perplexity of a language model on indexed data.")
+    evaluation = evaluate(options)
+    print(evaluation.table())
+    if options.output:
+        write_json(options.output, evaluation.record() | {"code": code_version(), "packages": package_versions()})
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Run the tests: `bash scripts/test.sh` the fast ones, `--all` the slow ones too; other arguments go to pytest.
+# Makes .venv and installs what it needs.  Tests on real text look for it under $MEGAHEDGE_TEST_DATA and are skipped where that is unset.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/setup_venv.sh
+
+tier=()
+if [ "${1:-}" = --all ]; then
+    tier=(-m "slow or not slow")
+    shift
+fi
+setup_venv dev
+# several ranks on few cores: more threads than one a process slow all of them down
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+.venv/bin/ruff check .
+.venv/bin/ruff format --check --quiet .
+exec .venv/bin/python -m pytest "${tier[@]}" "$@"

@@ -1,0 +1,223 @@
+"""scripts/evaluate.py: figures by hand, runs and their exports agree, every bad input is one line."""
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megahedge.checkpoint.store import CheckpointWriter, open_checkpoint
+from megahedge.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megahedge.data.meta import meta_path, tokenizer_digest
+from megahedge.evaluation.evaluate import EvaluateOptions, evaluate
+from megahedge.evaluation.text import TextCounts, count_text
+from megahedge.utils.errors import InputError, RunError
+from tests.evaluation.small import TEXTS, byte_tokenizer, write_run, write_texts
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory) -> dict[str, str]:
+    """A run with its export, data that fits it, and data of another tokenizer."""
+    root = tmp_path_factory.mktemp("evaluate")
+    write_run(root / "run", tokenizer_digest(byte_tokenizer()))
+    byte_tokenizer().save_pretrained(root / "run" / "hf")
+    write_texts(root / "data", byte_tokenizer())
+    write_texts(root / "other", byte_tokenizer(reverse=True))
+    return {name: str(root / name) for name in ("run", "data", "other")} | {"hf": str(root / "run" / "hf")}
+
+
+def options(paths, **changes) -> EvaluateOptions:
+    return EvaluateOptions(**{"model": paths["hf"], "data_path": paths["data"], "seq_len": 32} | changes)
+
+
+def test_figures_are_those_computed_by_hand(paths, tmp_path):
+    """One token a byte: bytes are the scored tokens that are not EOD; token 0, the t of `the`, is not scored."""
+    texts = ["the cat sat", "on  a\nmat"]
+    write_texts(tmp_path / "data", byte_tokenizer(), texts)
+    evaluation = evaluate(options(paths, data_path=str(tmp_path / "data")))
+    figures = evaluation.figures()
+    assert (figures["tokens"], figures["words"], figures["text_bytes"]) == (10 + 1 + 9 + 1, 6, 10 + 9)
+    nats = figures["nats"]
+    assert figures["loss"] == nats / 21
+    assert figures["token_perplexity"] == math.exp(nats / 21)
+    assert figures["word_perplexity"] == math.exp(nats / 6)
+    assert figures["bits_per_byte"] == nats / math.log(2) / 19
+
+
+def test_counts_of_whole_documents_are_those_of_their_texts(tmp_path):
+    dataset = write_texts(tmp_path / "data", byte_tokenizer())
+    expected = TextCounts(sum(len(text.split()) for text in TEXTS), sum(len(text.encode()) for text in TEXTS))
+    assert count_text(dataset, 0, dataset.num_tokens, byte_tokenizer(), 0) == expected
+
+
+@pytest.mark.parametrize(("start", "stop", "expected"), [(1, 7, (2, 6)), (4, 4, (0, 0)), (11, 12, (0, 0)), (10, 14, (2, 3))])
+def test_counts_are_of_the_range_alone(tmp_path, start, stop, expected):
+    dataset = write_texts(tmp_path / "data", byte_tokenizer(), ["the cat sat", "on a mat"])  # EODs at 11 and 20
+    assert count_text(dataset, start, stop, byte_tokenizer(), 0) == TextCounts(*expected)
+
+
+def test_documents_are_divided_without_eod_and_eods_within_a_document(tmp_path):
+    tokenizer = byte_tokenizer()
+    with IndexedDatasetWriter(tmp_path / "foreign", np.uint16) as writer:
+        for text in ("ab", "cd<|endoftext|><|endoftext|>ef"):
+            writer.add_document(tokenizer(text)["input_ids"])
+        writer.finish()
+    assert count_text(IndexedDataset(tmp_path / "foreign"), 0, 8, tokenizer, 0) == TextCounts(3, 6)
+
+
+def test_run_checkpoint_and_export_agree_whoever_scores_them(paths):
+    step = str(Path(paths["run"]) / "checkpoints" / "step-00000007")
+    names = [paths["run"], str(Path(paths["run"]) / "checkpoints"), step, paths["hf"]]
+    evaluations = [evaluate(options(paths, model=name)) for name in names]
+    assert all(evaluation.figures() == evaluations[0].figures() for evaluation in evaluations)
+    assert [evaluation.model.source.step for evaluation in evaluations] == [7, 7, 7, None]
+    assert all(evaluation.model.tokenizer_digest == tokenizer_digest(byte_tokenizer()) for evaluation in evaluations)
+    independent = evaluate(options(paths, implementation="transformers"))
+    assert independent.model.source.implementation == "transformers"
+    assert independent.model.source.loaded == evaluations[0].model.source.loaded == 28
+    assert independent.perplexity.nats == pytest.approx(evaluations[0].perplexity.nats, rel=1e-6)  # fp32 logits of two implementations
+
+
+@pytest.mark.parametrize("implementation", ["megahedge", "transformers"])
+def test_bf16_is_near_fp32(paths, implementation):
+    losses = {dtype: evaluate(options(paths, implementation=implementation, dtype=dtype)).perplexity.loss for dtype in ("fp32", "bf16")}
+    assert losses["bf16"] != losses["fp32"]
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=1e-2)  # bf16 rounds to 4e-3
+
+
+def test_model_without_tokenizer_is_scored_per_token(paths, tmp_path):
+    """Data made elsewhere, by a tokenizer that is not at hand."""
+    write_run(tmp_path / "run", None)
+    figures = evaluate(options(paths, model=str(tmp_path / "run"))).figures()
+    expected = evaluate(options(paths)).figures()
+    assert figures["token_perplexity"] == expected["token_perplexity"]
+    assert (figures["word_perplexity"], figures["bits_per_byte"], figures["words"]) == (None, None, None)
+
+
+def test_data_without_meta_is_scored(paths, tmp_path):
+    write_texts(tmp_path / "data", byte_tokenizer())
+    meta_path(tmp_path / "data").unlink()
+    assert evaluate(options(paths, data_path=str(tmp_path / "data"))).figures() == evaluate(options(paths)).figures()
+
+
+def test_context_probe_is_reported(paths):
+    evaluation = evaluate(options(paths, context_probe=True, probe_windows=5))
+    assert evaluation.probe.windows == 5
+    assert "5 windows" in evaluation.table()
+    assert evaluation.record()["context_probe"]["difference"] == evaluation.probe.difference
+
+
+def damaged_run(root, change) -> str:
+    """A run whose checkpoint was written from changed tensors or another record."""
+    write_run(root / "sound", None)
+    sound = open_checkpoint(root / "sound")
+    tensors = {name: sound.read("parameters", name) for name in sound.names("parameters")}
+    record = dict(sound.record)
+    change(tensors, record)
+    writer = CheckpointWriter(root / "damaged" / "checkpoints", 1)
+    for name, tensor in tensors.items():
+        writer.add("parameters", name, tensor)
+    writer.finish(record)
+    return str(root / "damaged")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors, record: tensors.pop("final_norm.bias"), "1 missing .final_norm.bias., 0 unexpected"),
+        (lambda tensors, record: tensors.update(gate=torch.zeros(2)), "0 missing .*, 1 unexpected .gate."),
+        (lambda tensors, record: record["model"].update(num_experts=4), "another version"),
+        (lambda tensors, record: record.pop("model"), "another version"),
+    ],
+)
+def test_checkpoint_that_is_not_the_whole_model_is_refused(tmp_path, paths, change, message):
+    with pytest.raises(InputError, match=message):
+        evaluate(options(paths, model=damaged_run(tmp_path, change)))
+
+
+@pytest.mark.parametrize("implementation", ["megahedge", "transformers"])
+def test_folder_that_lacks_a_tensor_is_refused(tmp_path, paths, implementation):
+    folder = shutil.copytree(paths["hf"], tmp_path / "hf")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["gpt_neox.layers.1.mlp.dense_h_to_4h.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"gpt_neox\.layers\.1\.mlp\.dense_h_to_4h\.weight"):
+        evaluate(options(paths, model=str(folder), implementation=implementation))
+
+
+def test_loss_that_is_not_a_number_is_an_error(tmp_path, paths):
+    folder = shutil.copytree(paths["hf"], tmp_path / "hf")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["gpt_neox.final_layer_norm.bias"][0] = math.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RunError, match="nan"):
+        evaluate(options(paths, model=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "no/such/model"}, "no/such/model.*no local folder"),
+        ({"model": "{data}_val.bin"}, "is a file"),
+        ({"model": "{root}"}, "neither a run .* nor a Hugging Face folder"),
+        ({"data_path": "no/such/data"}, "no dataset at no/such/data"),
+        ({"data_path": "{other}"}, "not with that of --model"),
+        ({"data_path": "{other}", "model": "{run}"}, "not with that of --model"),
+        ({"split": "train"}, "no dataset"),
+        ({"split": "test"}, "--split=test.*train or val"),
+        ({"seq_len": 65}, "--seq_len=65.*max_position_embeddings=64"),
+        ({"seq_len": 65, "implementation": "transformers"}, "--seq_len=65.*max_position_embeddings=64"),
+        ({"seq_len": 0}, "--seq_len=0"),
+        ({"seq_len": 1, "context_probe": True}, "--seq_len=1 must be at least 2"),
+        ({"eval_tokens": 0}, "--eval_tokens=0"),
+        ({"eval_tokens": 20, "context_probe": True, "probe_windows": 1}, "--probe_windows=1"),
+        ({"micro_batch_size": 0}, "--micro_batch_size=0"),
+        ({"dtype": "fp8"}, "--dtype=fp8.*fp32, bf16"),
+        ({"implementation": "jax"}, "--implementation=jax.*auto, megahedge, transformers"),
+        ({"implementation": "transformers", "model": "{run}"}, "is a run: give its exported folder"),
+        ({"output": "{root}"}, "--output=.*is a folder"),
+    ],
+)
+def test_bad_input_is_one_line(paths, tmp_path, monkeypatch, changes, message):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    known = paths | {"root": str(tmp_path)}
+    changes = {name: value.format(**known) if isinstance(value, str) else value for name, value in changes.items()}
+    with pytest.raises(InputError, match=message) as caught:
+        evaluate(options(paths, **changes))
+    assert "\n" not in str(caught.value)
+
+
+def run_script(*arguments) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(REPOSITORY / "scripts" / "evaluate.py"), *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+
+
+def test_script_prints_a_table_and_writes_json(paths, tmp_path):
+    output = tmp_path / "folder" / "figures.json"
+    done = run_script("--model", paths["run"], "--data_path", paths["data"], "--seq_len", 32, "--eval_tokens", "0.2K", "--output", output)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(output.read_text())
+    assert f"token perplexity  {record['figures']['token_perplexity']:.6g}" in done.stdout
+    assert "28 tensors loaded, 0 missing, 0 unexpected" in done.stdout
+    assert record["figures"]["tokens"] == record["options"]["eval_tokens"] == 200
+    assert record["options"] == dataclasses.asdict(options(paths, model=paths["run"], eval_tokens=200, output=str(output)))
+    assert record["model"]["step"] == 7
+    assert len(record["data"]["idx_sha256"]) == len(record["data"]["tokenizer_digest"]) == 64
+    assert record["packages"]["torch"] and "version" in record["code"]
+
+
+def test_script_ends_bad_input_with_one_line_and_status_2(paths):
+    done = run_script("--model", "no/such/model", "--data_path", paths["data"])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: 'no/such/model'") and done.stderr.count("\n") == 1

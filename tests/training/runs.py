@@ -1,0 +1,245 @@
+"""Tiny runs for the tests: a corpus, its tokenizer, a model of 20,000 parameters, and worlds that train it many times over."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+import torch
+import torch.distributed as dist
+
+from megahedge.checkpoint.store import Checkpoint
+from megahedge.config.options import PretrainOptions
+from megahedge.data.indexed_dataset import IndexedDatasetWriter
+from megahedge.data.meta import DatasetMeta, SplitMeta, tokenizer_digest, write_meta
+from megahedge.data.preprocess import load_tokenizer
+from megahedge.stages import pretrain as pretrain_stage
+from megahedge.stages.base import plan_run, run_stage
+from megahedge.stages.pretrain import Pretrain, pretrain
+from megahedge.training.metrics import TIMING_KEYS, read_metrics
+from megahedge.utils.errors import RunError
+
+REPOSITORY = Path(__file__).parents[2]
+VOCAB_SIZE = 97
+STEPS = 20
+SEQ_LEN, GLOBAL_BATCH_SIZE = 32, 8
+MODEL = {
+    "model_type": "gpt_neox",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "rotary_pct": 0.25,
+    "hidden_act": "gelu",
+    "use_parallel_residual": True,
+    "tie_word_embeddings": False,
+}
+
+
+# ---- inputs -------------------------------------------------------------------------------------------------------------------
+
+
+def make_inputs(folder: Path) -> None:
+    """data_{train,val}.{bin,idx}, data.meta.json, model.json and a folder `tokenizer`."""
+    make_tokenizer(folder / "tokenizer", VOCAB_SIZE)
+    (folder / "model.json").write_text(json.dumps(MODEL))
+    splits = {"train": _write_split(folder / "data_train", 200, seed=0), "val": _write_split(folder / "data_val", 8, seed=1)}
+    digest = tokenizer_digest(load_tokenizer(str(folder / "tokenizer")))
+    write_meta(folder / "data", DatasetMeta(digest, str(folder / "tokenizer"), VOCAB_SIZE, 0, splits))
+
+
+def make_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A tokenizer of whole words; id 0 ends a document."""
+    words = ["<|endoftext|>", *(f"w{index}" for index in range(1, vocab_size))]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(dict(zip(words, range(vocab_size), strict=True)), unk_token=words[0]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": words[0], "bos_token": words[0], "unk_token": words[0]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+
+
+def _write_split(prefix: Path, num_documents: int, seed: int) -> SplitMeta:
+    """Documents in which a token mostly decides the next, so that there is something to learn."""
+    generator = np.random.default_rng(seed)
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for _ in range(num_documents):
+            tokens = [int(generator.integers(1, VOCAB_SIZE))]
+            for _ in range(int(generator.integers(10, 150))):
+                follows = 1 + (tokens[-1] * 5 + 3) % (VOCAB_SIZE - 1)
+                tokens.append(follows if generator.random() < 0.8 else int(generator.integers(1, VOCAB_SIZE)))
+            writer.add_document(np.array([*tokens, 0], np.uint16))
+        writer.finish()
+        return SplitMeta(writer.num_documents, writer.num_tokens, 5 * writer.num_tokens, writer.num_tokens)
+
+
+def arguments(folder: Path, run: str, **changes) -> dict:
+    """Options of a run of STEPS steps, in fp32, with several micro-batches a step."""
+    return {
+        "model_config": str(folder / "model.json"),
+        "data_path": (str(folder / "data"),),
+        "output_dir": str(folder / run),
+        "ds_config": ds_config("zero1"),
+        "dtype": "fp32",
+        "seq_len": SEQ_LEN,
+        "global_batch_size": GLOBAL_BATCH_SIZE,
+        "micro_batch_size": 2,
+        "train_tokens": STEPS * SEQ_LEN * GLOBAL_BATCH_SIZE,
+        "lr": 5e-3,
+        "warmup_fraction": 0.1,
+        "eval_interval": 10,
+        "eval_tokens": 500,
+        "save_interval": 10,
+        "keep_last": 100,
+        "seed": 7,
+    } | changes
+
+
+def ds_config(name: str) -> str:
+    """Path of a configuration that the repository carries."""
+    return str(REPOSITORY / "ds_configs" / f"{name}.json")
+
+
+def command_line(options: dict) -> list[str]:
+    """The same options as words of a command line."""
+    words = []
+    for name, value in options.items():
+        if isinstance(value, bool):
+            words += [f"--{name}"] if value else []
+        else:
+            words += [f"--{name}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
+    return words
+
+
+# ---- what runs inside a world: every name here is called on all ranks -----------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run to make, by the names of `arguments`' changes; `poison` and `failing_save` spoil it on purpose."""
+
+    name: str
+    changes: dict
+    poison: "Poison | None" = None
+    failing_save: int | None = None
+    """Number of the save_file call on rank 0 that finds the disk full."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Poison:
+    """NaN in one micro-batch of one rank, at each of some steps."""
+
+    kind: str
+    """Where it appears first: `loss`, or `gradient` (of one parameter, with a finite loss)."""
+    steps: tuple[int, ...]
+    rank: int
+    micro_batch: int = 1
+
+
+class PoisonedPretrain(Pretrain):
+    """Pretraining with NaNs where `poison` says."""
+
+    poison: Poison
+
+    def __init__(self, config, tensor_parallel, options):
+        super().__init__(config, tensor_parallel, options)
+        self._calls = 0
+        self._per_step = options.global_batch_size // (options.micro_batch_size * (dist.get_world_size() // options.tp_size))
+        self.student.final_norm.weight.register_hook(lambda gradient: gradient * self._factor("gradient"))
+
+    def _factor(self, kind: str) -> float:
+        step, micro_batch = divmod(self._calls - 1, self._per_step)
+        here = self.poison.kind == kind and self.poison.rank == dist.get_rank()
+        return float("nan") if here and step + 1 in self.poison.steps and micro_batch == self.poison.micro_batch else 1.0
+
+    def loss(self, tokens, labels):
+        self._calls += 1
+        loss, metrics = super().loss(tokens, labels)
+        return loss * self._factor("loss"), metrics
+
+
+def make_runs(folder: Path, runs: list[Run]) -> dict[str, str | None]:
+    """Make every run, one after the other in this process; returns the message of the RunError that ended it, if one did."""
+    return {run.name: _make_run(folder, run) for run in runs}
+
+
+def _make_run(folder: Path, run: Run) -> str | None:
+    options = PretrainOptions(**arguments(folder, **({"run": run.name} | run.changes)))
+    with _full_disk(run.failing_save):
+        try:
+            if run.poison is None:
+                pretrain(options)
+            else:
+                PoisonedPretrain.poison = run.poison
+                config = pretrain_stage._read_model_config(options.model_config)
+                run_stage(PoisonedPretrain, plan_run(options, config, ""))
+        except RunError as error:
+            return str(error)
+    return None
+
+
+class _full_disk:  # noqa: N801 (reads as a function)
+    """Within `with`, the given call of save_file on rank 0 raises OSError after it has written half a file."""
+
+    def __init__(self, failing_call: int | None):
+        self._calls_left = failing_call
+        import megahedge.checkpoint.store as store
+
+        self._store, self._save_file = store, store.save_file
+
+    def __enter__(self):
+        if self._calls_left is not None and dist.get_rank() == 0:
+            self._store.save_file = self._fail
+        return self
+
+    def _fail(self, tensors, path):
+        self._calls_left -= 1
+        if self._calls_left == 0:
+            Path(path).write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        self._save_file(tensors, path)
+
+    def __exit__(self, *_):
+        self._store.save_file = self._save_file
+
+
+# ---- looking at what was made -----------------------------------------------------------------------------------------------------
+
+
+def checkpoint_at(run: Path, step: int) -> Checkpoint:
+    """The run's checkpoint of that step."""
+    return Checkpoint(run / "checkpoints" / f"step-{step:08d}")
+
+
+def state_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Every parameter and moment by name."""
+    return {f"{group} {name}": checkpoint.read(group, name) for group in ("parameters", "optimizer") for name in checkpoint.names(group)}
+
+
+def differing(first: Checkpoint, second: Checkpoint) -> list[str]:
+    """Names of the tensors that are not bit for bit the same in both."""
+    a, b = state_of(first), state_of(second)
+    assert a.keys() == b.keys() and len(a) > 50  # 28 parameters, two moments each
+    return [name for name in a if not torch.equal(a[name].view(torch.int32), b[name].view(torch.int32))]
+
+
+def measured(run: Path, kind: str | None = None) -> list[dict]:
+    """metrics.jsonl without what the clock decides."""
+    lines = [{key: value for key, value in line.items() if key not in TIMING_KEYS} for line in read_metrics(run / "metrics.jsonl")]
+    return [line for line in lines if kind in (None, line["kind"])]
+
+
+def curve(run: Path, key: str) -> np.ndarray:
+    """A value of every training step."""
+    return np.array([line[key] for line in measured(run, "train")])
+
+
+def assert_same_end(run: Path, unbroken: Path) -> None:
+    """Parameters, moments, progress and metrics at the last step are bit for bit those of the unbroken run."""
+    mine, theirs = checkpoint_at(run, STEPS), checkpoint_at(unbroken, STEPS)
+    assert differing(mine, theirs) == []
+    assert mine.record["progress"] == theirs.record["progress"]
+    assert measured(run) == measured(unbroken)
