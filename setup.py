@@ -36,6 +36,6 @@ setup(
         "eval": ["lm-eval", "accelerate"],
         "sentencepiece": ["sentencepiece"],
         "wandb": ["wandb"],
-        "dev": ["pytest", "pytest-timeout", "ruff"],
+        "dev": ["pytest", "pytest-timeout", "ruff", "wandb"],
     },
 )

@@ -18,6 +18,8 @@ class DataOptions:
 
     data_path: tuple[str, ...] = ("data/openwebtext",)
     """Prefix of indexed data made by tools/preprocess_owt.py, or several with weights: 0.7 a 0.3 b."""
+    val_data_path: str | None = None
+    """Prefix of the validation data: its val pair, or a bare pair (default: the val pair beside the first of data_path)."""
     train_tokens: Count = 10**9
     """Tokens to train on, in all (1e9, 1B and 300M are understood); rounded down to whole steps."""
     seq_len: int = 1024

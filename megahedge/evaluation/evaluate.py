@@ -169,9 +169,8 @@ def _check_fit(options: EvaluateOptions, model: OpenModel, meta: DatasetMeta | N
     if model.tokenizer_digest is not None:
         check_tokenizer(meta, model.tokenizer_digest, f"--model {options.model}")
     if meta.vocab_size > model.vocab_size:
-        raise InputError(
-            f"--data_path was made with tokenizer {meta.tokenizer_name} of {meta.vocab_size} tokens; the model has vocab_size={model.vocab_size}"
-        )
+        made_with = f"tokenizer {meta.tokenizer_name} of {meta.vocab_size} tokens"
+        raise InputError(f"--data_path was made with {made_with}; the model has vocab_size={model.vocab_size}")
 
 
 def _tokenizer_of(meta: DatasetMeta | None):

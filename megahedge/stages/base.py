@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megahedge.checkpoint.store import Checkpoint
 from megahedge.config.model import ModelConfig
 from megahedge.config.options import BatchPlan, TrainOptions, plan_batches
 from megahedge.data.blending import parse_data_path
@@ -22,8 +23,7 @@ from megahedge.training.checkpointing import Progress, find_checkpoint, load_stu
 from megahedge.training.ds_config import load_ds_config, merge_ds_config, zero_stage
 from megahedge.training.engine import TrainingEngine, init_distributed
 from megahedge.training.loop import Job, train
-from megahedge.training.metrics import MetricsLog
-from megahedge.training.optim import learning_rate
+from megahedge.training.metrics import MetricsLog, check_wandb
 from megahedge.training.run_folder import RunFolder
 from megahedge.utils.errors import InputError
 from megahedge.utils.logging import get_logger
@@ -74,6 +74,7 @@ class Plan:
 
 def plan_run(options: TrainOptions, model: ModelConfig, output_dir: str, tokenizer=None, tokenizer_source: str = "") -> Plan:
     """Check options, data, tokenizer, sizes and the run folder.  Raises InputError; writes nothing."""
+    check_wandb(options.wandb_project)
     run = RunFolder(options.output_dir or output_dir)
     run.check(options)
     if model.num_heads % options.tp_size:
@@ -85,16 +86,25 @@ def plan_run(options: TrainOptions, model: ModelConfig, output_dir: str, tokeniz
     batches = plan_batches(options, max(1, dp_size))
     ds_config = merge_ds_config(load_ds_config(options.ds_config), options, batches)
     data = TrainingData(options.data_path, options.seq_len, options.seed)
-    first_prefix = parse_data_path(options.data_path)[0][1]
-    validation = ValidationData(find_split(first_prefix, "val"), options.seq_len, options.eval_tokens, model.vocab_size)
+    validation = ValidationData(_find_validation(options), options.seq_len, options.eval_tokens, model.vocab_size)
     meta = _check_data(options, model, tokenizer, tokenizer_source)
     return Plan(options, run, model, batches, ds_config, data, validation, meta)
+
+
+def _find_validation(options: TrainOptions) -> str:
+    if options.val_data_path is not None:
+        return find_split(options.val_data_path, "val")
+    try:
+        return find_split(parse_data_path(options.data_path)[0][1], "val", allow_bare=False)
+    except InputError as error:
+        raise InputError(f"{error}, or give --val_data_path") from None
 
 
 def _check_data(options: TrainOptions, model: ModelConfig, tokenizer, tokenizer_source: str) -> DatasetMeta | None:
     """Every corpus must have been made with this tokenizer and fit the model's vocabulary; returns the first one's meta."""
     metas = [load_meta(prefix) for _, prefix in parse_data_path(options.data_path)]
-    for meta in filter(None, metas):
+    validation_meta = load_meta(options.val_data_path) if options.val_data_path else None
+    for meta in filter(None, [*metas, validation_meta]):
         if tokenizer is not None:
             check_tokenizer(meta, tokenizer_digest(tokenizer), tokenizer_source)
         if meta.vocab_size > model.vocab_size:
@@ -119,10 +129,10 @@ def run_stage(stage_type: type[Stage], plan: Plan) -> tuple[Stage, TrainingEngin
     stage, checkpoint = _build(stage_type, plan, topology)
     print_header(stage.name, plan, stage)
     progress = Progress(**checkpoint.record["progress"]) if checkpoint else Progress()
-    record = {"stage": stage.name, "model": dataclasses.asdict(plan.model)}
+    record = _record(stage.name, plan)
     first_rank = dist.get_rank() == 0
     if first_rank:
-        facts = {**record, "data": _data_record(plan), "topology": _topology_record(plan, topology), "resumed_at_step": progress.step}
+        facts = {**record, "topology": _topology_record(plan, topology), "resumed_at_step": progress.step}
         plan.run.write_record(stage.name, options, facts)
     engine = TrainingEngine(stage, stage.student, options, plan.batches, topology)
     loader = BatchLoader(
@@ -134,8 +144,7 @@ def run_stage(stage_type: type[Stage], plan: Plan) -> tuple[Stage, TrainingEngin
         vocab_size=plan.model.vocab_size,
     )
     if checkpoint:
-        rate = learning_rate(max(1, progress.step), options.train_steps, options)
-        restore_optimizer(engine, checkpoint, progress, loader.micro_batches(0), rate)
+        restore_optimizer(engine, checkpoint, progress)
         logger.info("resumed from %s: step %d, sample %d", checkpoint.path, progress.step, progress.samples)
     metrics = _open_metrics(plan, progress) if first_rank else None
 
@@ -158,12 +167,26 @@ def _build(stage_type: type[Stage], plan: Plan, topology: Topology):
         stage = stage_type(plan.model, topology.tensor_parallel, plan.options)
     checkpoint = find_checkpoint(plan.run.checkpoints) if plan.options.resume else None
     if checkpoint:
+        _check_same_run(checkpoint, _record(stage.name, plan))
         load_student(stage.student, checkpoint)
     else:
         stage.start(plan.options)
         if plan.options.resume:
             logger.info("--resume: no checkpoint in %s yet; starting at step 0", plan.run.checkpoints)
     return stage, checkpoint
+
+
+def _record(name: str, plan: Plan) -> dict:
+    """What a checkpoint and run.json say of a run: its mathematics apart from the options."""
+    return {"stage": name, "model": dataclasses.asdict(plan.model), "data": _data_record(plan)}
+
+
+def _check_same_run(checkpoint: Checkpoint, record: dict) -> None:
+    """Refuse a checkpoint whose stage, model or data are not those that the options name now."""
+    for key, now in record.items():
+        before = checkpoint.record[key]
+        if before != now:
+            raise InputError(f"--resume from {checkpoint.path}: its {key} was {before}, and is {now} now; use a new --output_dir")
 
 
 def _open_metrics(plan: Plan, progress: Progress) -> MetricsLog:

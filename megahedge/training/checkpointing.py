@@ -122,12 +122,8 @@ def load_student(student: nn.Module, checkpoint: Checkpoint) -> None:
     load_parameters(student, lambda name, index: checkpoint.read("parameters", name, index), student.tensor_parallel)
 
 
-def restore_optimizer(engine: TrainingEngine, checkpoint: Checkpoint, progress: Progress, micro_batches, lr: float) -> None:
-    """Set masters, moments and the update count.
-
-    The moments' storage exists only after a first step, so one is run first with its update held back.
-    """
-    engine.train_step(micro_batches, lr, apply=False)
+def restore_optimizer(engine: TrainingEngine, checkpoint: Checkpoint, progress: Progress) -> None:
+    """Set masters, moments and the update count; the module's own parameters are those of `load_student`."""
     for name in engine.parameters:
         engine.write_full(name, checkpoint.read("parameters", name))
         for moment in MOMENTS:

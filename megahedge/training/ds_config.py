@@ -33,8 +33,12 @@ def load_ds_config(path: str) -> dict:
 
 
 def zero_stage(config: dict) -> int:
-    """ZeRO stage that a DeepSpeed configuration asks for; 0 where it says nothing."""
-    return config.get("zero_optimization", {}).get("stage", 0)
+    """ZeRO stage that a DeepSpeed configuration asks for; 0 where it says nothing.  Raises InputError for what is no stage."""
+    section = config.get("zero_optimization", {})
+    stage = section.get("stage", 0) if isinstance(section, dict) else section
+    if stage not in (0, 1, 2, 3):
+        raise InputError(f"zero_optimization in --ds_config asks for stage {json.dumps(stage)}; use 0, 1, 2 or 3")
+    return stage
 
 
 def merge_ds_config(config: dict, options: TrainOptions, plan: BatchPlan) -> dict:
@@ -70,7 +74,7 @@ def _precision(dtype: str, stage: int) -> dict:
 def _agrees(theirs, ours) -> bool:
     if theirs == "auto":
         return True
-    if isinstance(theirs, dict) and theirs.get("enabled") is False and ours is None:
+    if isinstance(theirs, dict) and (theirs.get("enabled") == "auto" or (theirs.get("enabled") is False and ours is None)):
         return True
     if isinstance(theirs, dict) and isinstance(ours, dict):
         return all(key in ours and _agrees(value, ours[key]) for key, value in theirs.items())

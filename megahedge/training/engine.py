@@ -78,7 +78,7 @@ class StepResult:
     grad_norm: float
     """L2 norm of the gradient before clipping."""
     applied: bool
-    """False where a loss or a gradient was not finite and the update did not happen."""
+    """False where the update did not happen: a loss or a gradient was not finite, or DeepSpeed found that their norm is not."""
     bad_samples: list[int]
     """Sample numbers of the micro-batches with a loss or gradient that is not finite."""
     stop_requested: bool
@@ -111,7 +111,7 @@ class TrainingEngine:
             mpu=topology.mpu if topology.tp_size > 1 else None,
             dist_init_required=False,
         )
-        self.optimizer.make_state()
+        self._make_moments()
         self.device = self.deepspeed.device
         for name, value in starting_values.items():
             self._write(name, value.to(self.device))
@@ -122,13 +122,23 @@ class TrainingEngine:
             return {}
         return {name: parameter.detach().to("cpu", torch.float32, copy=True) for name, parameter in self.parameters.items()}
 
+    def _make_moments(self) -> None:
+        """Make the moments before the first update, so that they can be read and written from the start.
+
+        DeepSpeed 0.19 makes and links them in its first update, and not at all where that one is skipped.
+        """
+        zero = self.deepspeed.optimizer
+        if self.zero_stage == 3:
+            self.optimizer.make_state(zero.fp32_partitioned_groups_flat)
+            return
+        self.optimizer.make_state()
+        if self.zero_stage > 0:
+            zero._lazy_init_hp_params_optimizer_state()
+
     # ---- one step -------------------------------------------------------------------------------------------------------------
 
-    def train_step(self, micro_batches: Iterable[Batch], lr: float, *, stop_requested: bool = False, apply: bool = True) -> StepResult:
-        """Forward and backward of this rank's micro-batches, then one update agreed by all ranks.
-
-        With `apply` false the update does not happen, but everything around it does (optimizer state is made where missing).
-        """
+    def train_step(self, micro_batches: Iterable[Batch], lr: float, *, stop_requested: bool = False) -> StepResult:
+        """Forward and backward of this rank's micro-batches, then one update agreed by all ranks."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.deepspeed.train()
@@ -141,7 +151,7 @@ class TrainingEngine:
             positions.append(batch.positions)
             if is_last:
                 means, all_finite, stop = self._agree(torch.stack(scalars).mean(0), torch.stack(finite).all(), stop_requested)
-                self.optimizer.enabled = all_finite and apply
+                self.optimizer.enabled = all_finite
                 grad_norm = self._gradient_norm_at_stage_0() if self.zero_stage == 0 else None
             self.deepspeed.step()
         self.optimizer.enabled = True
@@ -152,7 +162,7 @@ class TrainingEngine:
             loss=means[0],
             metrics=dict(zip(metrics, means[1:], strict=True)),
             grad_norm=grad_norm,
-            applied=all_finite and apply,
+            applied=all_finite and self.deepspeed.was_step_applied(),
             bad_samples=[] if all_finite else self._gather_bad(finite, positions),
             stop_requested=stop,
         )
@@ -211,7 +221,7 @@ class TrainingEngine:
             return self._unshard(parameter, parameter.detach().clone())
 
     def write_full(self, name: str, full: Tensor, moment: str | None = None) -> None:
-        """Set this rank's part of a master or moment from the whole tensor.  Moments exist only after a first step."""
+        """Set this rank's part of a master or moment from the whole tensor."""
         spec = self.parameters[name].shard_spec
         self._write(name, shard(full, spec, self.topology.tp_rank, self.topology.tp_size).to(self.device), moment)
 
@@ -224,17 +234,35 @@ class TrainingEngine:
         return safe_get_full_fp32_param(parameter) if moment is None else safe_get_full_optimizer_state(parameter, moment)
 
     def _write(self, name: str, value: Tensor, moment: str | None = None) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+        from deepspeed.utils import (
+            safe_set_full_fp32_param,
+            safe_set_full_optimizer_state,
+            safe_set_local_fp32_param,
+            safe_set_local_optimizer_state,
+        )
 
         parameter = self.parameters[name]
         if self.zero_stage == 0:
             target = parameter if moment is None else self.optimizer.state[parameter][moment]
             with torch.no_grad():
                 target.copy_(value)
+        elif self.zero_stage == 3:
+            # DeepSpeed's setter of whole tensors fails where the ranks do not divide them
+            part = self._own_partition(parameter, value)
+            if moment is None:
+                safe_set_local_fp32_param(parameter, part)
+            else:
+                safe_set_local_optimizer_state(parameter, part, moment)
         elif moment is None:
             safe_set_full_fp32_param(parameter, value)
         else:
             safe_set_full_optimizer_state(parameter, value, moment)
+
+    def _own_partition(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
+        """This rank's piece of a tensor as ZeRO-3 cuts it: flattened, in equal parts, the last ones padded."""
+        size = parameter.ds_tensor.numel()
+        padded = nn.functional.pad(value.flatten(), (0, size * self.topology.dp_size - value.numel()))
+        return padded.narrow(0, size * self.topology.dp_rank, size)
 
     def _unshard(self, parameter: nn.Parameter, local: Tensor) -> Tensor:
         spec = parameter.shard_spec

@@ -1,8 +1,10 @@
 """metrics.jsonl, and Weights & Biases when asked."""
 
+import importlib.util
 import json
 import math
 import os
+import secrets
 from pathlib import Path
 
 from megahedge.utils.errors import InputError
@@ -18,6 +20,12 @@ def read_metrics(path: Path) -> list[dict]:
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines[:-1]]
+
+
+def check_wandb(project: str | None) -> None:
+    """Raise InputError where Weights & Biases is asked for and not installed."""
+    if project is not None and importlib.util.find_spec("wandb") is None:
+        raise InputError(f"--wandb_project={project} needs the package wandb: pip install wandb")
 
 
 class MetricsLog:
@@ -36,15 +44,16 @@ class MetricsLog:
 
     def start_wandb(self, project: str, name: str, config: dict, id_file: Path) -> None:
         """Log to Weights & Biases too, under the id that the run had before, if it had one."""
+        import wandb
+
+        if not id_file.is_file():
+            with atomic_write(id_file, "w") as handle:
+                handle.write(secrets.token_hex(4) + "\n")
+        identifier, folder = id_file.read_text().strip(), os.fspath(id_file.parent)
         try:
-            import wandb
-        except ImportError as error:
-            raise InputError(f"--wandb_project={project} needs the package wandb: pip install wandb ({error})") from None
-        identifier = id_file.read_text().strip() if id_file.is_file() else wandb.util.generate_id()
-        with atomic_write(id_file, "w") as handle:
-            handle.write(identifier + "\n")
-        folder = os.fspath(id_file.parent)
-        self._wandb = wandb.init(project=project, name=name, id=identifier, resume="allow", config=config, dir=folder)
+            self._wandb = wandb.init(project=project, name=name, id=identifier, resume="allow", config=config, dir=folder)
+        except wandb.Error as error:
+            raise InputError(f"--wandb_project={project}: {error}; log in, or set WANDB_MODE=offline") from None
 
     def write(self, kind: str, step: int, values: dict[str, float]) -> None:
         """Append one line: kind is `train` or `eval`; a value that is not finite is null there."""

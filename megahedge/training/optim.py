@@ -1,6 +1,7 @@
 """AdamW that DeepSpeed wraps, what decays, and the learning rate as a pure function of the step."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 
@@ -8,7 +9,7 @@ from megahedge.config.options import OptimOptions
 
 
 class GatedAdamW(torch.optim.AdamW):
-    """torch's AdamW with a gate: while `enabled` is false, step() makes missing state and changes nothing else.
+    """torch's AdamW with a gate: while `enabled` is false, step() does nothing.
 
     DeepSpeed owns the gradients and hands this optimizer its fp32 partitions.  A step that must not happen (a non-finite gradient
     anywhere) still has to run DeepSpeed's whole clean-up; closing the gate makes that true for every ZeRO stage alike, with
@@ -18,26 +19,19 @@ class GatedAdamW(torch.optim.AdamW):
     enabled = True
 
     def step(self, closure=None):
-        """One update with the gate open; with it closed, only the state that a first step would have made (zeros)."""
-        if self.enabled:
-            return super().step(closure)
-        self.make_state()
-        return None
+        """One update with the gate open, nothing with it closed."""
+        return super().step(closure) if self.enabled else None
 
-    def make_state(self) -> None:
-        """Give every parameter that has no state yet the one it would have before its first update.
-
-        Called right after deepspeed.initialize: DeepSpeed 0.19 links parameters to their moments after the first of its parameter
-        groups has stepped, and would miss the moments of the others.
-        """
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if not self.state[parameter]:
-                    self.state[parameter] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
+    def make_state(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
+        """Give `parameters` (by default those of all groups) the state that they would have before their first update."""
+        if parameters is None:
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for parameter in parameters:
+            self.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+            }
 
 
 def decays(parameter: torch.nn.Parameter) -> bool:

@@ -84,7 +84,7 @@ def test_windows_that_are_not_whole_are_passed_over():
     assert probe_context(copy_losses, batches, seed=1).windows == 3
 
 
-@pytest.mark.parametrize("batches", [[], repeated_windows(count=1)])
+@pytest.mark.parametrize("batches", [[], repeated_windows(count=1, micro_batch_size=1)])
 def test_fewer_than_two_windows_are_refused(batches):
     with pytest.raises(InputError, match="needs 2 whole windows"):
         probe_context(copy_losses, batches, seed=1)

@@ -188,8 +188,7 @@ def test_loss_that_is_not_a_number_is_an_error(tmp_path, paths):
         ({"output": "{root}"}, "--output=.*is a folder"),
     ],
 )
-def test_bad_input_is_one_line(paths, tmp_path, monkeypatch, changes, message):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+def test_bad_input_is_one_line(paths, tmp_path, changes, message):
     known = paths | {"root": str(tmp_path)}
     changes = {name: value.format(**known) if isinstance(value, str) else value for name, value in changes.items()}
     with pytest.raises(InputError, match=message) as caught:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,7 @@ def make_inputs(folder: Path) -> None:
     """data_{train,val}.{bin,idx}, data.meta.json, model.json and a folder `tokenizer`."""
     make_tokenizer(folder / "tokenizer", VOCAB_SIZE)
     (folder / "model.json").write_text(json.dumps(MODEL))
+    write_odd_model(folder / "odd.json")
     splits = {"train": _write_split(folder / "data_train", 200, seed=0), "val": _write_split(folder / "data_val", 8, seed=1)}
     digest = tokenizer_digest(load_tokenizer(str(folder / "tokenizer")))
     write_meta(folder / "data", DatasetMeta(digest, str(folder / "tokenizer"), VOCAB_SIZE, 0, splits))
@@ -74,6 +76,11 @@ def _write_split(prefix: Path, num_documents: int, seed: int) -> SplitMeta:
             writer.add_document(np.array([*tokens, 0], np.uint16))
         writer.finish()
         return SplitMeta(writer.num_documents, writer.num_tokens, 5 * writer.num_tokens, writer.num_tokens)
+
+
+def write_odd_model(path: Path) -> None:
+    """A model with parameters of odd sizes, which no two processes can halve."""
+    path.write_text(json.dumps(MODEL | {"hidden_size": 33, "num_attention_heads": 3, "intermediate_size": 65}))
 
 
 def arguments(folder: Path, run: str, **changes) -> dict:
@@ -126,14 +133,16 @@ class Run:
     poison: "Poison | None" = None
     failing_save: int | None = None
     """Number of the save_file call on rank 0 that finds the disk full."""
+    copied_from: str | None = None
+    """Begin with a copy of that run as a crash after step 10 would have left it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Poison:
     """NaN in one micro-batch of one rank, at each of some steps."""
 
-    kind: str
-    """Where it appears first: `loss`, or `gradient` (of one parameter, with a finite loss)."""
+    kinds: tuple[str, ...]
+    """Where it appears first, in turn: `loss`, or `gradient` (of one parameter, with a finite loss)."""
     steps: tuple[int, ...]
     rank: int
     micro_batch: int = 1
@@ -151,9 +160,12 @@ class PoisonedPretrain(Pretrain):
         self.student.final_norm.weight.register_hook(lambda gradient: gradient * self._factor("gradient"))
 
     def _factor(self, kind: str) -> float:
+        poison = self.poison
         step, micro_batch = divmod(self._calls - 1, self._per_step)
-        here = self.poison.kind == kind and self.poison.rank == dist.get_rank()
-        return float("nan") if here and step + 1 in self.poison.steps and micro_batch == self.poison.micro_batch else 1.0
+        if (step + 1, micro_batch) not in [(bad_step, poison.micro_batch) for bad_step in poison.steps] or poison.rank != dist.get_rank():
+            return 1.0
+        kind_now = poison.kinds[poison.steps.index(step + 1) % len(poison.kinds)]
+        return float("nan") if kind == kind_now else 1.0
 
     def loss(self, tokens, labels):
         self._calls += 1
@@ -163,10 +175,17 @@ class PoisonedPretrain(Pretrain):
 
 def make_runs(folder: Path, runs: list[Run]) -> dict[str, str | None]:
     """Make every run, one after the other in this process; returns the message of the RunError that ended it, if one did."""
-    return {run.name: _make_run(folder, run) for run in runs}
+    import time; out={}
+    for run in runs:
+        t=time.time(); out[run.name]=_make_run(folder,run); print("TIME",run.name,round(time.time()-t,2),flush=True)
+    return out
 
 
 def _make_run(folder: Path, run: Run) -> str | None:
+    if run.copied_from is not None:
+        if dist.get_rank() == 0:
+            copy_crashed(folder / run.copied_from, folder / run.name, step=10)
+        dist.barrier()
     options = PretrainOptions(**arguments(folder, **({"run": run.name} | run.changes)))
     with _full_disk(run.failing_save):
         try:
@@ -179,6 +198,15 @@ def _make_run(folder: Path, run: Run) -> str | None:
         except RunError as error:
             return str(error)
     return None
+
+
+def copy_crashed(run: Path, copy: Path, step: int) -> None:
+    """A copy of a finished run without what came after the checkpoint of `step`, metrics excepted: they run ahead of checkpoints."""
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "hf", ignore_errors=True)
+    (copy / "summary.json").unlink(missing_ok=True)
+    for later in range(step + 1, STEPS + 1):
+        shutil.rmtree(copy / "checkpoints" / f"step-{later:08d}", ignore_errors=True)
 
 
 class _full_disk:  # noqa: N801 (reads as a function)
@@ -233,8 +261,8 @@ def measured(run: Path, kind: str | None = None) -> list[dict]:
 
 
 def curve(run: Path, key: str) -> np.ndarray:
-    """A value of every training step."""
-    return np.array([line[key] for line in measured(run, "train")])
+    """A value of every training step; NaN where it was not finite."""
+    return np.array([line[key] for line in measured(run, "train")], float)
 
 
 def assert_same_end(run: Path, unbroken: Path) -> None:
