@@ -26,6 +26,7 @@ import tqdm
 from megahedge.data.documents import BadRecord, Chunk, Source, find_sources, record_text
 from megahedge.data.indexed_dataset import IndexedDatasetWriter, bin_path, idx_path, token_dtype
 from megahedge.data.meta import SPLITS, DatasetMeta, SplitMeta, meta_path, tokenizer_digest, write_meta
+from megahedge.data.tokenizer import load_tokenizer
 from megahedge.utils.errors import InputError
 from megahedge.utils.logging import get_logger
 from megahedge.utils.units import format_count, format_seconds
@@ -152,20 +153,6 @@ def _publish(prefix: str, writers: dict[str, IndexedDatasetWriter], meta: Datase
     for writer in writers.values():
         writer.finish()
     write_meta(prefix, meta)
-
-
-def load_tokenizer(name: str, revision: str | None = None):
-    """A fast Hugging Face tokenizer from a folder or the hub.  Raises InputError where there is none."""
-    import transformers
-
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, revision=revision)
-    except (OSError, ValueError, KeyError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"no tokenizer at {name}: {first_line}") from None
-    if not tokenizer.is_fast:
-        raise InputError(f"the tokenizer at {name} has no fast version (tokenizer.json), which preprocessing needs")
-    return tokenizer
 
 
 def _eod_id(tokenizer, name: str) -> int:

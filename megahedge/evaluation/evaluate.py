@@ -10,7 +10,7 @@ import torch
 
 from megahedge.data.loader import IGNORE_INDEX, Batch, ValidationData
 from megahedge.data.meta import SPLITS, DatasetMeta, check_tokenizer, dataset_digest, find_split, load_meta, tokenizer_digest
-from megahedge.data.preprocess import load_tokenizer
+from megahedge.data.tokenizer import load_tokenizer
 from megahedge.evaluation.context_probe import ContextProbe, probe_context
 from megahedge.evaluation.models import OpenModel, open_model
 from megahedge.evaluation.perplexity import Perplexity, measure_perplexity

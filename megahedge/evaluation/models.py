@@ -16,7 +16,7 @@ from megahedge.checkpoint.store import MANIFEST, Checkpoint, complete_checkpoint
 from megahedge.config.model import ModelConfig
 from megahedge.data.loader import IGNORE_INDEX
 from megahedge.data.meta import tokenizer_digest
-from megahedge.data.preprocess import load_tokenizer
+from megahedge.data.tokenizer import load_tokenizer
 from megahedge.evaluation.perplexity import TokenLosses
 from megahedge.models.families import FAMILIES
 from megahedge.models.hf_weights import load_config, load_pretrained

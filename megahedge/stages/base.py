@@ -108,9 +108,8 @@ def _check_data(options: TrainOptions, model: ModelConfig, tokenizer, tokenizer_
         if tokenizer is not None:
             check_tokenizer(meta, tokenizer_digest(tokenizer), tokenizer_source)
         if meta.vocab_size > model.vocab_size:
-            raise InputError(
-                f"--data_path was made with tokenizer {meta.tokenizer_name} of {meta.vocab_size} tokens; the model has vocab_size={model.vocab_size}"
-            )
+            made_with = f"tokenizer {meta.tokenizer_name} of {meta.vocab_size} tokens"
+            raise InputError(f"--data_path was made with {made_with}; the model has vocab_size={model.vocab_size}")
     return metas[0]
 
 
@@ -219,6 +218,7 @@ def _topology_record(plan: Plan, topology: Topology) -> dict:
 def print_header(name: str, plan: Plan, stage: Stage | None = None) -> None:
     """What is about to run, derived figures included, on rank 0; parameter counts where the stage's module is at hand."""
     options, model, batches = plan.options, plan.model, plan.batches
+    all_tokens = options.train_steps * options.tokens_per_step
     rows = {
         "run": f"{name} in {plan.run.path}",
         "model": f"{model.family}, {model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads of {model.head_dim}, "
@@ -227,8 +227,7 @@ def print_header(name: str, plan: Plan, stage: Stage | None = None) -> None:
         "epochs": ", ".join(f"{count:.3g}" for count in plan.data.epochs(options.train_steps * options.global_batch_size)),
         "validation": f"{plan.validation.dataset.prefix} ({format_count(plan.validation.num_scored_tokens)} tokens scored)",
         "tokenizer": f"{plan.meta.tokenizer_name} (digest {plan.meta.tokenizer_digest[:12]})" if plan.meta else "unknown",
-        "steps": f"{options.train_steps} of {options.global_batch_size} × {options.seq_len} = {options.tokens_per_step} tokens, "
-        f"{options.train_steps * options.tokens_per_step} in all",
+        "steps": f"{options.train_steps} of {options.global_batch_size} × {options.seq_len} tokens, {all_tokens} in all",
         "batch": f"micro {batches.micro_batch_size} × accumulation {batches.accumulation_steps} × dp {batches.dp_size}, tp {options.tp_size}",
         "schedule": f"warm-up {round(options.warmup_fraction * options.train_steps)} steps, peak {options.lr:g}, "
         f"cosine to {options.lr * options.min_lr_ratio:g}",

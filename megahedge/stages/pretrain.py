@@ -10,7 +10,7 @@ from megahedge.config.model import ModelConfig
 from megahedge.config.options import PretrainOptions
 from megahedge.data.blending import parse_data_path
 from megahedge.data.meta import load_meta
-from megahedge.data.preprocess import load_tokenizer
+from megahedge.data.tokenizer import load_tokenizer
 from megahedge.models.families import family_of
 from megahedge.models.hf_weights import TokenIds, save_pretrained
 from megahedge.models.language_model import LanguageModel
@@ -60,7 +60,7 @@ def pretrain(options: PretrainOptions) -> None:
 
 def _read_model_config(path: str) -> ModelConfig:
     if not Path(path).is_file():
-        raise InputError(f"--model_config={path} is not a file; give the config.json of a GPT-NeoX model, such as tools/configs/neox-small.json")
+        raise InputError(f"--model_config={path} is not a file; give a GPT-NeoX config.json, such as tools/configs/neox-small.json")
     hf_config = read_json_object(Path(path))
     return family_of(hf_config).model_config(hf_config)
 

@@ -6,7 +6,7 @@ So far this plans a run: options, teacher, data and sizes are checked and the he
 from megahedge.config.options import Stage1Options
 from megahedge.data.blending import parse_data_path
 from megahedge.data.meta import find_split
-from megahedge.data.preprocess import load_tokenizer
+from megahedge.data.tokenizer import load_tokenizer
 from megahedge.models.hf_weights import load_config, resolve_pretrained
 from megahedge.stages.base import Plan, plan_run, print_header
 from megahedge.utils.errors import RunError

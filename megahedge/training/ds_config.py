@@ -55,7 +55,8 @@ def merge_ds_config(config: dict, options: TrainOptions, plan: BatchPlan) -> dic
     for key, option in OWNED.items():
         if key in config and not _agrees(config[key], ours.get(key)):
             wanted = f"here {json.dumps(ours[key])}" if key in ours else "not to be set in the file"
-            raise InputError(f"{options.ds_config}: {key}={json.dumps(config[key])} belongs to {option} ({wanted}); remove it or say 'auto'")
+            there = f"{options.ds_config}: {key}={json.dumps(config[key])}"
+            raise InputError(f"{there} belongs to {option} ({wanted}); remove it or say 'auto'")
     rest = {key: value for key, value in config.items() if key not in OWNED}
     # Our optimizer is a client optimizer that DeepSpeed has no list entry for, and it is a torch one also under offload.
     return {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "steps_per_print": 10**12} | rest | ours

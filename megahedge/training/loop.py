@@ -48,13 +48,12 @@ class Job:
 def train(job: Job, progress: Progress) -> Progress:
     """Run steps `progress.step + 1` to the last that the token budget pays for, or until asked to stop; save at the end.
 
-    Writes the summary of a run that has used its budget.  Returns where the run stands.  Raises RunError after MAX_SKIPPED_IN_A_ROW steps in a row without a finite loss and gradient.
+    Writes the summary of a run that has used its budget.  Returns where the run stands.
+    Raises RunError after MAX_SKIPPED_IN_A_ROW steps in a row without a finite loss and gradient.
     """
     options, total_steps = job.options, job.options.train_steps
     first_rank = dist.get_rank() == 0
-    bar = ProgressBar(
-        total_steps * options.tokens_per_step, "tokens", initial=progress.tokens, description="training", enabled=first_rank
-    )
+    bar = ProgressBar(total_steps * options.tokens_per_step, "tokens", initial=progress.tokens, description="training", enabled=first_rank)
     started = time.monotonic()
     last_step = min(total_steps, options.stop_after or total_steps)
     measured = None
@@ -131,7 +130,8 @@ def _log_step(job: Job, progress: Progress, result: StepResult, lr: float, secon
 def _evaluate(job: Job, step: int) -> Perplexity:
     started = time.monotonic()
     measured = job.evaluate()
-    logger.info("step %d: validation loss %.4f, perplexity %.3f on %d tokens", step, measured.loss, measured.token_perplexity, measured.tokens)
+    text = "step %d: validation loss %.4f, perplexity %.3f on %d tokens"
+    logger.info(text, step, measured.loss, measured.token_perplexity, measured.tokens)
     if job.metrics is not None:
         values = {"loss": measured.loss, "perplexity": measured.token_perplexity, "tokens": measured.tokens}
         job.metrics.write("eval", step, values | {"elapsed_seconds": time.monotonic() - started})

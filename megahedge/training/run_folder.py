@@ -1,9 +1,9 @@
 """The folder of a run: what it was told, what it ran with, what it measured.
 
-    run.json         options, command, code version, packages, data, model: written at every start, older starts kept in `history`
-    metrics.jsonl    one line a logged step or evaluation
-    checkpoints/     see megahedge/checkpoint/store.py
-    summary.json     final figures, written when the run has used its budget
+run.json         options, command, code version, packages, data, model: written at every start, older starts kept in `history`
+metrics.jsonl    one line a logged step or evaluation
+checkpoints/     see megahedge/checkpoint/store.py
+summary.json     final figures, written when the run has used its budget
 """
 
 import dataclasses

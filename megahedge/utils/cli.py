@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import itertools
 import os
 import sys
 import textwrap
@@ -109,7 +110,7 @@ def field_docs(dataclass_type) -> dict[str, str]:
         if not dataclasses.is_dataclass(base):
             continue
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
-        for statement, following in zip(body, body[1:], strict=False):
+        for statement, following in itertools.pairwise(body):
             is_field = isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
             is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
             if is_field and is_text and isinstance(following.value.value, str):

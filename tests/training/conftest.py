@@ -1,4 +1,4 @@
-"""One folder of inputs for the session, and all runs of one world size made in one go."""
+"""One folder of inputs for the session, and the runs that tests look at, made world by world."""
 
 from pathlib import Path
 
@@ -9,8 +9,102 @@ from tests.training.runs import Poison, Run, arguments, ds_config, make_inputs, 
 
 ZERO = ("zero0", "zero1", "zero2", "zero3")
 OFFLOAD = ("zero2_offload", "zero3_offload")
-SKIPPED = (3, 5)
-"""Steps at which poisoned runs meet a NaN."""
+SKIPPED = (3, 4)
+"""Steps at which poisoned runs meet a NaN: in the loss, then in a gradient."""
+SKIPPED_AT_START = (1, 2, 3, 4, 5)
+"""Steps skipped by runs whose first checkpoint, of step 5, shall hold the starting values."""
+
+
+def tiered(*names: str, slow: tuple[str, ...]) -> list:
+    """Test parameters, of which those beginning with a word of `slow` belong to the slow tier."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name.startswith(slow) else name for name in names]
+
+
+def _with_resumed(run: Run) -> list[Run]:
+    """A run, and a copy of it that goes on from step 10."""
+    return [run, Run(f"{run.name}-resumed", run.changes | {"resume": True}, copied_from=run.name)]
+
+
+def _halves(name: str) -> list[Run]:
+    changes = {"ds_config": ds_config(name), "run": f"{name}-halves"}
+    return [Run(f"{name}-half", changes | {"stop_after": 10}), Run(f"{name}-halves", changes | {"resume": True})]
+
+
+def _bf16(name: str) -> list[Run]:
+    changes = {"ds_config": ds_config(name), "dtype": "bf16", "save_interval": 5}
+    return _with_resumed(Run(f"{name}-bf16", changes, poison=Poison(("loss",), SKIPPED_AT_START, rank=0)))
+
+
+def _poisoned(name: str) -> list[Run]:
+    changes = {"ds_config": ds_config(name), "save_interval": 2}
+    return _with_resumed(Run(f"{name}-poisoned", changes, poison=Poison(("loss", "gradient"), SKIPPED, rank=1)))
+
+
+def _odd(inputs: Path, name: str) -> list[Run]:
+    changes = {"ds_config": ds_config(name), "save_interval": 5, "dtype": "bf16", "model_config": str(inputs / "odd.json")}
+    return _with_resumed(Run(f"{name}-odd", changes, poison=Poison(("gradient",), SKIPPED_AT_START, rank=1)))
+
+
+def _tp2(name: str, **changes) -> Run:
+    return Run(f"{name}-tp2", {"ds_config": ds_config(name), "tp_size": 2} | changes)
+
+
+def _fast_one(inputs: Path) -> list[Run]:
+    runs = [Run(name, {"ds_config": ds_config(name)}) for name in ZERO]
+    runs += [Run(name, {"ds_config": ds_config(name), "stop_after": 10}) for name in OFFLOAD]
+    runs.append(Run("recomputing", {"stop_after": 10, "activation_checkpointing": True}))
+    runs.append(Run("moving-start", {"run": "moving", "ds_config": ds_config("zero3"), "stop_after": 6}))
+    return [*runs, *_halves("zero1"), *_halves("zero3"), *_bf16("zero1"), *_bf16("zero3")]
+
+
+def _slow_one(inputs: Path) -> list[Run]:
+    return [*_halves("zero0"), *_halves("zero2"), *_bf16("zero0"), *_bf16("zero2")]
+
+
+def _fast_two(inputs: Path) -> list[Run]:
+    runs = [Run(f"{name}-dp2", {"ds_config": ds_config(name), "stop_after": 10}) for name in ZERO]
+    runs += [*_poisoned("zero1"), *_poisoned("zero3"), *_odd(inputs, "zero3")]
+    runs.append(Run("all-bad", {"ds_config": ds_config("zero2")}, poison=Poison(("loss",), tuple(range(4, 20)), rank=1)))
+    runs.append(Run("disk-full", {"save_interval": 2, "stop_after": 6}, failing_save=4))  # two files a save: the second save's second
+    runs.append(Run("moving-on", {"run": "moving", "ds_config": ds_config("zero1"), "resume": True, "stop_after": 13}))
+    # tensor parallelism comes last, because DeepSpeed keeps an mpu for as long as the process lives
+    runs += [_tp2("zero0", stop_after=10), *_with_resumed(_tp2("zero1")), _tp2("zero2", stop_after=10), _tp2("zero3", stop_after=10)]
+    runs.append(Run("moving-end", {"run": "moving", "ds_config": ds_config("zero2"), "resume": True, "tp_size": 2}))
+    return runs
+
+
+def _slow_two(inputs: Path) -> list[Run]:
+    runs = [*_poisoned("zero0"), *_poisoned("zero2"), *_odd(inputs, "zero0"), *_odd(inputs, "zero1"), *_odd(inputs, "zero2")]
+    for name in ("zero0", "zero2", "zero3"):
+        run = _tp2(name)
+        runs += _with_resumed(Run(f"{name}-tp2-long", run.changes))
+    poison = Poison(("loss", "gradient"), SKIPPED, rank=1)
+    runs.append(Run("tp2-poisoned", {"tp_size": 2, "save_interval": 2, "stop_after": 6}, poison=poison))
+    return runs
+
+
+class Worlds:
+    """Makes runs in spawned worlds: all runs of a world when the first of them is asked for, because starting one takes seconds."""
+
+    def __init__(self, inputs: Path):
+        self._inputs = inputs
+        self._worlds = [(1, _fast_one(inputs)), (2, _fast_two(inputs)), (1, _slow_one(inputs)), (2, _slow_two(inputs))]
+        self._made = 0
+        self.errors: dict[str, str | None] = {}
+        """Message of the RunError that ended a run, by the run's name."""
+
+    def __call__(self, name: str) -> Path:
+        """Folder of the run of that name; worlds are made in order, since runs of one may go on from another's."""
+        number, run = next((number, run) for number, (_, runs) in enumerate(self._worlds) for run in runs if run.name == name)
+        while self._made <= number:
+            self._make(*self._worlds[self._made])
+            self._made += 1
+        return self._inputs / run.changes.get("run", run.name)
+
+    def _make(self, world_size: int, runs: list[Run]) -> None:
+        errors, *others = run_distributed(make_runs, world_size, self._inputs, runs, timeout_seconds=500)
+        assert all(other == errors for other in others)
+        self.errors |= errors
 
 
 @pytest.fixture(scope="session")
@@ -21,58 +115,10 @@ def inputs(tmp_path_factory) -> Path:
     return folder
 
 
-def _one_process() -> list[Run]:
-    runs = []
-    for name in ZERO:
-        runs.append(Run(name, {"ds_config": ds_config(name)}))
-        halves = {"ds_config": ds_config(name), "run": f"{name}-halves"}
-        runs += [Run(f"{name}-half", halves | {"stop_after": 10}), Run(f"{name}-halves", halves | {"resume": True})]
-        bf16 = {"ds_config": ds_config(name), "dtype": "bf16", "save_interval": 1}
-        runs.append(Run(f"{name}-bf16", bf16, poison=Poison(("loss",), (1,), rank=0)))
-        runs.append(Run(f"{name}-bf16-resumed", bf16 | {"resume": True}, copied_from=f"{name}-bf16"))
-    runs += [Run(name, {"ds_config": ds_config(name), "stop_after": 10}) for name in OFFLOAD]
-    runs.append(Run("recomputing", {"stop_after": 10, "activation_checkpointing": True}))
-    runs.append(Run("moving-start", {"run": "moving", "ds_config": ds_config("zero3"), "stop_after": 6}))
-    return runs
-
-
-def _two_processes(inputs: Path) -> list[Run]:
-    runs = []
-    for name in ZERO:
-        config = {"ds_config": ds_config(name)}
-        runs.append(Run(f"{name}-dp2", config | {"stop_after": 10}))
-        runs.append(Run(f"{name}-poisoned", config | {"save_interval": 1}, poison=Poison(("loss", "gradient"), SKIPPED, rank=1)))
-        runs.append(Run(f"{name}-poisoned-resumed", config | {"save_interval": 1, "resume": True}, copied_from=f"{name}-poisoned"))
-        odd = config | {"save_interval": 1, "dtype": "bf16", "model_config": str(inputs / "odd.json")}
-        runs.append(Run(f"{name}-odd", odd, poison=Poison(("gradient",), (1,), rank=1)))
-        runs.append(Run(f"{name}-odd-resumed", odd | {"resume": True}, copied_from=f"{name}-odd"))
-    runs.append(Run("all-bad", {"ds_config": ds_config("zero2")}, poison=Poison(("loss",), tuple(range(4, 20)), rank=1)))
-    runs.append(Run("disk-full", {"save_interval": 2, "stop_after": 6}, failing_save=4))  # two files a save: the second save's second
-    runs.append(Run("moving-on", {"run": "moving", "ds_config": ds_config("zero1"), "resume": True, "stop_after": 13}))
-    # those with tensor parallelism come last, because DeepSpeed keeps an mpu for as long as the process lives
-    for name in ZERO:
-        config = {"ds_config": ds_config(name), "tp_size": 2}
-        runs.append(Run(f"{name}-tp2", config))
-        runs.append(Run(f"{name}-tp2-resumed", config | {"resume": True}, copied_from=f"{name}-tp2"))
-    poison = Poison(("loss", "gradient"), SKIPPED, rank=1)
-    runs.append(Run("tp2-poisoned", {"tp_size": 2, "save_interval": 1, "stop_after": 6}, poison=poison))
-    runs.append(Run("moving-end", {"run": "moving", "ds_config": ds_config("zero2"), "resume": True, "tp_size": 2}))
-    return runs
-
-
 @pytest.fixture(scope="session")
-def one_process(inputs) -> dict:
-    """All runs of a single process, made; the RunErrors among them by run."""
-    (errors,) = run_distributed(make_runs, 1, inputs, _one_process(), timeout_seconds=400)
-    return errors
-
-
-@pytest.fixture(scope="session")
-def two_processes(inputs, one_process) -> dict:
-    """All runs of two processes, made after those of one, whose checkpoint some go on from; the RunErrors of rank 0 by run."""
-    errors, on_rank_1 = run_distributed(make_runs, 2, inputs, _two_processes(inputs), timeout_seconds=500)
-    assert errors == on_rank_1
-    return errors
+def made(inputs) -> Worlds:
+    """`made(name)` is the folder of a run."""
+    return Worlds(inputs)
 
 
 @pytest.fixture

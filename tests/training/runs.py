@@ -14,7 +14,7 @@ from megahedge.checkpoint.store import Checkpoint
 from megahedge.config.options import PretrainOptions
 from megahedge.data.indexed_dataset import IndexedDatasetWriter
 from megahedge.data.meta import DatasetMeta, SplitMeta, tokenizer_digest, write_meta
-from megahedge.data.preprocess import load_tokenizer
+from megahedge.data.tokenizer import load_tokenizer
 from megahedge.stages import pretrain as pretrain_stage
 from megahedge.stages.base import plan_run, run_stage
 from megahedge.stages.pretrain import Pretrain, pretrain
