@@ -228,10 +228,10 @@ def print_header(name: str, plan: Plan, stage: Stage | None = None) -> None:
         "validation": f"{plan.validation.dataset.prefix} ({format_count(plan.validation.num_scored_tokens)} tokens scored)",
         "tokenizer": f"{plan.meta.tokenizer_name} (digest {plan.meta.tokenizer_digest[:12]})" if plan.meta else "unknown",
         "steps": f"{options.train_steps} of {options.global_batch_size} × {options.seq_len} tokens, {all_tokens} in all",
-        "batch": f"micro {batches.micro_batch_size} × accumulation {batches.accumulation_steps} × dp {batches.dp_size}, tp {options.tp_size}",
+        "batch": f"micro {batches.micro_batch_size} × accumulation {batches.accumulation_steps} × dp {batches.dp_size}",
         "schedule": f"warm-up {round(options.warmup_fraction * options.train_steps)} steps, peak {options.lr:g}, "
         f"cosine to {options.lr * options.min_lr_ratio:g}",
-        "engine": f"ZeRO {zero_stage(plan.ds_config)} ({Path(options.ds_config).name}), {options.dtype}",
+        "engine": f"ZeRO {zero_stage(plan.ds_config)} ({Path(options.ds_config).name}), tp {options.tp_size}, {options.dtype}",
     }
     for label, text in rows.items():
         logger.info("%-11s %s", label, text)

@@ -175,10 +175,7 @@ class PoisonedPretrain(Pretrain):
 
 def make_runs(folder: Path, runs: list[Run]) -> dict[str, str | None]:
     """Make every run, one after the other in this process; returns the message of the RunError that ended it, if one did."""
-    import time; out={}
-    for run in runs:
-        t=time.time(); out[run.name]=_make_run(folder,run); print("TIME",run.name,round(time.time()-t,2),flush=True)
-    return out
+    return {run.name: _make_run(folder, run) for run in runs}
 
 
 def _make_run(folder: Path, run: Run) -> str | None:

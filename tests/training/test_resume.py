@@ -8,57 +8,58 @@ import torch
 from megahedge.parallel.initialize import draw
 from megahedge.parallel.sharding import Init
 from tests.training.conftest import ZERO, tiered
-from tests.training.runs import assert_same_end, checkpoint_at, curve, measured, state_of
+from tests.training.runs import STEPS, assert_same_end, checkpoint_at, curve, measured, state_of
 
 
-@pytest.mark.parametrize("name", ZERO)
+def zero_stages(*, slow: tuple[str, ...]):
+    return pytest.mark.parametrize("name", tiered(*ZERO, slow=slow))
+
+
+@zero_stages(slow=("zero0", "zero2"))
 def test_twenty_steps_are_ten_and_ten(name, made):
     assert_same_end(made(f"{name}-halves"), made(name))
 
 
-@pytest.mark.parametrize("name", ZERO)
-def test_made_resume_exactly_with_skipped_steps_behind_them(name, made):
+@zero_stages(slow=("zero0", "zero2"))
+def test_two_processes_resume_exactly_with_skipped_steps_behind_them(name, made):
     assert_same_end(made(f"{name}-poisoned-resumed"), made(f"{name}-poisoned"))
 
 
-@pytest.mark.parametrize("name", ZERO)
+@pytest.mark.parametrize(
+    "name", tiered("zero1-tp2", *(f"{zero}-tp2-long" for zero in ("zero0", "zero2", "zero3")), slow=("zero0", "zero2", "zero3"))
+)
 def test_tensor_parallel_runs_resume_exactly(name, made):
-    assert_same_end(made(f"{name}-tp2-resumed"), made(f"{name}-tp2"))
+    assert_same_end(made(f"{name}-resumed"), made(name))
 
 
-@pytest.mark.parametrize("name", ZERO)
+@zero_stages(slow=("zero0", "zero1", "zero2"))
 def test_parameters_that_ranks_cannot_halve_resume_exactly(name, made):
-    """In bf16, where the starting values are written through the same door."""
-    checkpoint = checkpoint_at(made(f"{name}-odd"), 1)
-    embedding = checkpoint.read("parameters", "embedding.weight")
-    assert embedding.numel() % 2 == 1
-    assert torch.equal(embedding, draw("embedding.weight", tuple(embedding.shape), Init(0.02), seed=7))
+    assert checkpoint_at(made(f"{name}-odd"), STEPS).read("parameters", "embedding.weight").numel() % 2 == 1
     assert_same_end(made(f"{name}-odd-resumed"), made(f"{name}-odd"))
 
 
-@pytest.mark.parametrize("name", ZERO)
+@zero_stages(slow=("zero0", "zero2"))
 def test_bf16_runs_resume_exactly(name, made):
     assert_same_end(made(f"{name}-bf16-resumed"), made(f"{name}-bf16"))
 
 
-@pytest.mark.parametrize("name", ZERO)
+@zero_stages(slow=("zero0", "zero2"))
 def test_bf16_runs_learn(name, made):
-    loss, reference = curve(made(f"{name}-bf16"), "loss"), curve(made(name), "loss")
-    assert loss[-1] < loss[1] - 0.5
-    assert abs(loss[-1] - reference[-1]) < 0.2  # bf16 has three digits, and the first update was skipped
+    assert curve(made(f"{name}-bf16"), "loss")[-1] < curve(made(name), "loss")[0] - 0.5
 
 
-@pytest.mark.parametrize("name", ZERO)
+@pytest.mark.parametrize(
+    "name", tiered(*(f"{zero}-{kind}" for zero in ZERO for kind in ("bf16", "odd")), slow=("zero0", "zero1-odd", "zero2"))
+)
 def test_bf16_masters_start_from_the_exact_fp32_values(name, made):
-    """The first step of these runs is skipped, so its checkpoint holds the masters as the engine made them."""
-    checkpoint = checkpoint_at(made(f"{name}-bf16"), 1)
+    """The first steps of these runs are skipped, so the checkpoint of step 5 holds the masters as the engine made them."""
+    checkpoint = checkpoint_at(made(name), 5)
     assert checkpoint.record["progress"]["updates"] == 0
-    embedding = checkpoint.read("parameters", "embedding.weight")
-    assert embedding.dtype == torch.float32
-    assert torch.equal(embedding, draw("embedding.weight", tuple(embedding.shape), Init(0.02), seed=7))
-    assert not torch.equal(embedding, embedding.bfloat16().float())
-    exact = state_of(checkpoint_at(made(f"{name}-bf16"), 2))
-    assert all(tensor.dtype == torch.float32 for tensor in exact.values())
+    assert all(tensor.dtype == torch.float32 for tensor in state_of(checkpoint).values())
+    for parameter in ("embedding.weight", "lm_head.weight"):
+        master = checkpoint.read("parameters", parameter)
+        assert torch.equal(master, draw(parameter, tuple(master.shape), Init(0.02), seed=7))
+        assert not torch.equal(master, master.bfloat16().float())
 
 
 def test_a_run_folder_tells_what_was_run(made):

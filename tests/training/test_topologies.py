@@ -42,7 +42,9 @@ def test_training_learns(made):
     assert loss[-1] < loss[0] - 0.5
 
 
-@pytest.mark.parametrize("name", tiered("zero1-tp2", *(f"{zero}-tp2-long" for zero in ("zero0", "zero2", "zero3")), slow=("zero0", "zero2", "zero3")))
+@pytest.mark.parametrize(
+    "name", tiered("zero1-tp2", *(f"{zero}-tp2-long" for zero in ("zero0", "zero2", "zero3")), slow=("zero0", "zero2", "zero3"))
+)
 def test_tp2_ends_with_the_second_moments_of_one_process(name, made):
     mine, reference = (state_of(checkpoint_at(made(run), STEPS)) for run in (name, "zero1"))
     for tensor in (tensor for tensor in mine if tensor.endswith("exp_avg_sq")):
