@@ -1,10 +1,12 @@
 """Every option of the training commands, each in one place; a command's options are a union of these groups."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 from megahedge.utils.cli import Count
 from megahedge.utils.errors import InputError
+from megahedge.utils.words import divisors, either
 
 
 def _require(condition: bool, message: str) -> None:
@@ -75,13 +77,13 @@ class OptimOptions:
     """Largest L2 norm of the gradient of all parameters; 0 clips nothing."""
 
     def __post_init__(self):
-        _require(self.lr > 0, f"--lr={self.lr} must be positive")
+        _require(0 < self.lr < math.inf, f"--lr={self.lr} must be positive and finite")
         for name in ("min_lr_ratio", "warmup_fraction"):
             _require(0 <= getattr(self, name) <= 1, f"--{name}={getattr(self, name)} must lie between 0 and 1")
         for name in ("adam_beta1", "adam_beta2"):
             _require(0 <= getattr(self, name) < 1, f"--{name}={getattr(self, name)} must lie in [0, 1)")
         for name in ("weight_decay", "clip_grad", "adam_eps"):
-            _require(getattr(self, name) >= 0, f"--{name}={getattr(self, name)} must not be negative")
+            _require(0 <= getattr(self, name) < math.inf, f"--{name}={getattr(self, name)} must be finite and not negative")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,13 +201,12 @@ def plan_batches(options: DataOptions, dp_size: int) -> BatchPlan:
     """
     batch = options.global_batch_size
     if batch % dp_size:
-        works = ", ".join(str(size) for size in range(1, batch + 1) if batch % size == 0)
-        raise InputError(f"dp_size={dp_size} does not divide --global_batch_size={batch}; a dp_size of {works} does")
+        raise InputError(f"dp_size={dp_size} does not divide --global_batch_size={batch}; a dp_size of {either(divisors(batch))} does")
     per_rank = batch // dp_size
     micro = options.micro_batch_size
     if micro == "auto":
         micro = max(size for size in range(1, 5) if per_rank % size == 0)
     if per_rank % micro:
-        works = ", ".join(str(size) for size in range(1, per_rank + 1) if per_rank % size == 0)
-        raise InputError(f"--micro_batch_size={micro} does not divide global_batch_size / dp_size = {per_rank}; use {works}")
+        fitting = either(divisors(per_rank))
+        raise InputError(f"--micro_batch_size={micro} does not divide global_batch_size / dp_size = {per_rank}; use {fitting}")
     return BatchPlan(global_batch_size=batch, micro_batch_size=micro, dp_size=dp_size)

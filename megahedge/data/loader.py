@@ -15,9 +15,7 @@ from megahedge.data.indexed_dataset import IndexedDataset
 from megahedge.data.meta import find_split
 from megahedge.data.sample_index import SampleIndex
 from megahedge.utils.errors import InputError
-
-IGNORE_INDEX = -100
-"""Label of a position that no loss counts; the default of torch's cross-entropy."""
+from megahedge.utils.labels import IGNORE_INDEX
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from megahedge.utils.logging import get_logger
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "val")
+_NUM_BLOCKS, _BLOCK_BYTES = 64, 1 << 16
 # cases in which tokenizers with equal vocabularies differ: merges, white space, case, digits, accents, scripts, specials
 _PROBE = """The quick brown fox, 3.14159 and 1,000,000 lazy dogs don't "jump" (really).
     def scan(C, B, V):\treturn  C @ B.T   # tabs,  runs of   blanks
@@ -100,6 +101,11 @@ def find_split(data_path: str | os.PathLike, split: str, *, allow_bare: bool = T
     data_path = os.fspath(data_path)
     prefix = f"{data_path}_{split}"
     if idx_path(prefix).exists():
+        if not meta_path(data_path).is_file():
+            raise InputError(
+                f"{prefix} has no {meta_path(data_path)} beside it, so its preprocessing did not finish: run it again with --overwrite, "
+                f"or name {prefix} itself if another program made it"
+            )
         return prefix
     if not idx_path(data_path).exists():
         raise InputError(
@@ -133,7 +139,10 @@ def check_tokenizer(meta: DatasetMeta, digest: str, where: str) -> None:
 
 
 def dataset_digest(prefix: str | os.PathLike) -> dict:
-    """Identity of a pair for the record of a run: sizes of both files and the SHA-256 of .idx."""
+    """Identity of a pair for the record of a run: sizes of both files, the SHA-256 of .idx, and one of blocks spread over .bin.
+
+    The blocks tell corpora apart whose documents all have one length, and so equal .idx files, without reading terabytes.
+    """
     dataset = IndexedDataset(prefix)
     return {
         "prefix": os.fspath(prefix),
@@ -142,4 +151,16 @@ def dataset_digest(prefix: str | os.PathLike) -> dict:
         "bin_bytes": bin_path(prefix).stat().st_size,
         "idx_bytes": idx_path(prefix).stat().st_size,
         "idx_sha256": sha256_file(idx_path(prefix)),
+        "bin_blocks_sha256": _blocks_digest(bin_path(prefix)),
     }
+
+
+def _blocks_digest(path: Path) -> str:
+    """SHA-256 of _NUM_BLOCKS blocks at equal distances, the first and last bytes among them."""
+    digest = hashlib.sha256()
+    last_start = max(0, path.stat().st_size - _BLOCK_BYTES)
+    with open(path, "rb") as handle:
+        for start in sorted({last_start * block // (_NUM_BLOCKS - 1) for block in range(_NUM_BLOCKS)}):
+            handle.seek(start)
+            digest.update(handle.read(_BLOCK_BYTES))
+    return digest.hexdigest()

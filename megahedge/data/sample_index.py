@@ -182,7 +182,8 @@ class _ArrayCache:
                     with atomic_write(path) as handle:
                         np.save(handle, build())
                     array = self._load(path, length)
-                return array
+                # a file system without working locks may let another writer in between
+                return build() if array is None else array
         except OSError as error:
             log_once(logger, logging.INFO, f"cannot use {self._folder} ({error.strerror}); every process builds its own sample order")
             return build()

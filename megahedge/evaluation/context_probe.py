@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megahedge.data.loader import IGNORE_INDEX, Batch
+from megahedge.data.loader import Batch
 from megahedge.evaluation.perplexity import TokenLosses
 from megahedge.utils.errors import InputError
+from megahedge.utils.labels import IGNORE_INDEX
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megahedge.data.loader import IGNORE_INDEX, Batch, ValidationData
+from megahedge.data.loader import Batch, ValidationData
 from megahedge.data.meta import SPLITS, DatasetMeta, check_tokenizer, dataset_digest, find_split, load_meta, tokenizer_digest
 from megahedge.data.tokenizer import load_tokenizer
 from megahedge.evaluation.context_probe import ContextProbe, probe_context
@@ -17,6 +17,7 @@ from megahedge.evaluation.perplexity import Perplexity, measure_perplexity
 from megahedge.evaluation.text import TextCounts, count_text
 from megahedge.utils.cli import Count
 from megahedge.utils.errors import InputError, RunError
+from megahedge.utils.labels import IGNORE_INDEX
 from megahedge.utils.logging import get_logger
 from megahedge.utils.progress import Progress
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megahedge.checkpoint.store import MANIFEST, Checkpoint, complete_checkpoints, open_checkpoint
 from megahedge.config.model import ModelConfig
-from megahedge.data.loader import IGNORE_INDEX
 from megahedge.data.meta import tokenizer_digest
 from megahedge.data.tokenizer import load_tokenizer
 from megahedge.evaluation.perplexity import TokenLosses
@@ -26,6 +25,7 @@ from megahedge.models.weight_files import few
 from megahedge.parallel.sharding import load_parameters, named_specs
 from megahedge.utils.errors import InputError
 from megahedge.utils.files import read_json_object
+from megahedge.utils.labels import IGNORE_INDEX
 from megahedge.utils.logging import get_logger
 
 logger = get_logger(__name__)

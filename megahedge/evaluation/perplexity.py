@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megahedge.data.loader import IGNORE_INDEX, Batch
+from megahedge.data.loader import Batch
+from megahedge.utils.labels import IGNORE_INDEX
 
 TokenLosses = Callable[[Tensor, Tensor], Tensor]
 """(tokens [b, t], labels [b, t]) -> cross-entropy of each label in nats [b, t], 0 where the label is IGNORE_INDEX."""
@@ -46,7 +47,7 @@ class Perplexity:
 
 
 def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
+    return math.inf if value > 700 else math.exp(value)
 
 
 @torch.no_grad()

@@ -9,18 +9,14 @@ from megahedge.parallel.collectives import copy_to_tp, reduce_from_tp
 from megahedge.parallel.sharding import ZEROS, Init, declare_parameter, shard_range
 from megahedge.parallel.topology import TensorParallel
 from megahedge.utils.errors import InputError
+from megahedge.utils.words import divisors, either
 
 
 def divide(name: str, count: int, tensor_parallel: TensorParallel) -> int:
     """count / tp_size.  Raises InputError, naming the tp sizes that would do, unless it is whole."""
     if count % tensor_parallel.size:
-        fitting = [str(size) for size in range(1, min(count, 64) + 1) if count % size == 0]
-        raise InputError(f"tp_size={tensor_parallel.size} does not divide {name}={count}; use {_either(fitting)}")
+        raise InputError(f"tp_size={tensor_parallel.size} does not divide {name}={count}; use {either(divisors(count))}")
     return count // tensor_parallel.size
-
-
-def _either(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 class ColumnParallelLinear(nn.Module):

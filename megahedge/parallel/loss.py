@@ -15,8 +15,7 @@ from torch import Tensor
 from megahedge.parallel.collectives import all_reduce
 from megahedge.parallel.sharding import ShardSpec, shard_range
 from megahedge.parallel.topology import TensorParallel
-
-IGNORE_INDEX = -100
+from megahedge.utils.labels import IGNORE_INDEX
 
 
 @dataclasses.dataclass(frozen=True)

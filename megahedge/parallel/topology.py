@@ -5,6 +5,7 @@ import dataclasses
 import torch.distributed as dist
 
 from megahedge.utils.errors import InputError
+from megahedge.utils.words import divisors, either
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +44,8 @@ class Topology:
         """
         world_size, rank = dist.get_world_size(), dist.get_rank()
         if tp_size < 1 or world_size % tp_size:
-            fitting = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
-            raise InputError(f"tp_size={tp_size} does not divide the {world_size} processes of this job; use one of {fitting}")
+            fitting = either(divisors(world_size))
+            raise InputError(f"tp_size={tp_size} does not divide the {world_size} processes of this job; use {fitting}")
         dp_size = world_size // tp_size
         tp_group = _own_group([[dp * tp_size + tp for tp in range(tp_size)] for dp in range(dp_size)], rank)
         dp_group = _own_group([[dp * tp_size + tp for dp in range(dp_size)] for tp in range(tp_size)], rank)

@@ -28,6 +28,7 @@ from megahedge.training.run_folder import RunFolder
 from megahedge.utils.errors import InputError
 from megahedge.utils.logging import get_logger
 from megahedge.utils.units import format_count
+from megahedge.utils.words import divisors, either
 
 logger = get_logger(__name__)
 
@@ -78,16 +79,16 @@ def plan_run(options: TrainOptions, model: ModelConfig, output_dir: str, tokeniz
     run = RunFolder(options.output_dir or output_dir)
     run.check(options)
     if model.num_heads % options.tp_size:
-        works = ", ".join(str(size) for size in range(1, model.num_heads + 1) if model.num_heads % size == 0)
-        raise InputError(f"--tp_size={options.tp_size} does not divide num_heads={model.num_heads}; use {works}")
+        fitting = either(divisors(model.num_heads))
+        raise InputError(f"--tp_size={options.tp_size} does not divide num_heads={model.num_heads}; use {fitting}")
     if options.seq_len > model.max_position_embeddings:
         raise InputError(f"--seq_len={options.seq_len} is longer than the model's max_position_embeddings={model.max_position_embeddings}")
     dp_size = int(os.environ.get("WORLD_SIZE", 1)) // options.tp_size
     batches = plan_batches(options, max(1, dp_size))
     ds_config = merge_ds_config(load_ds_config(options.ds_config), options, batches)
-    data = TrainingData(options.data_path, options.seq_len, options.seed)
-    validation = ValidationData(_find_validation(options), options.seq_len, options.eval_tokens, model.vocab_size)
     meta = _check_data(options, model, tokenizer, tokenizer_source)
+    validation = ValidationData(_find_validation(options), options.seq_len, options.eval_tokens, model.vocab_size)
+    data = TrainingData(options.data_path, options.seq_len, options.seed)  # last, because it keeps its order beside the data
     return Plan(options, run, model, batches, ds_config, data, validation, meta)
 
 

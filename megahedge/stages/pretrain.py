@@ -1,5 +1,6 @@
 """Pretraining: a softmax-attention language model from scratch, to have a teacher where none can be downloaded."""
 
+import shutil
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from megahedge.config.model import ModelConfig
 from megahedge.config.options import PretrainOptions
 from megahedge.data.blending import parse_data_path
-from megahedge.data.meta import load_meta
+from megahedge.data.meta import find_split, load_meta
 from megahedge.data.tokenizer import load_tokenizer
 from megahedge.models.families import family_of
 from megahedge.models.hf_weights import TokenIds, save_pretrained
@@ -70,6 +71,7 @@ def _find_tokenizer(options: PretrainOptions):
     name = options.tokenizer
     if name is None:
         prefix = parse_data_path(options.data_path)[0][1]
+        find_split(prefix, "train")  # where there is no data at all, that is the thing to say
         meta = load_meta(prefix)
         if meta is None:
             raise InputError(f"--data_path {prefix} does not say which tokenizer made it; give --tokenizer")
@@ -78,13 +80,17 @@ def _find_tokenizer(options: PretrainOptions):
 
 
 def _export(stage: Pretrain, engine: TrainingEngine, tokenizer, folder: Path, dtype: torch.dtype) -> None:
-    """Write the trained model for transformers.  Collective; rank 0 writes."""
+    """Write the trained model for transformers, in place of what an earlier start may have written.  Collective; rank 0 writes."""
     tensors = ((name, engine.read_full(name)) for name in engine.parameters)
     if dist.get_rank() > 0:
         for _ in tensors:  # take part in the gathering
             pass
         return
     ids = TokenIds(bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id)
-    save_pretrained(tensors, stage.student.config, folder, dtype, ids)
-    tokenizer.save_pretrained(folder)
+    unfinished = folder.with_name(f".unfinished-{folder.name}")
+    for leftover in (unfinished, folder):
+        shutil.rmtree(leftover, ignore_errors=True)
+    save_pretrained(tensors, stage.student.config, unfinished, dtype, ids)
+    tokenizer.save_pretrained(unfinished)
+    unfinished.rename(folder)
     logger.info("model written to %s", folder)

@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
 from pathlib import Path
 
 from megahedge.utils.errors import InputError
@@ -23,12 +24,15 @@ def fsync_path(path: str | os.PathLike) -> None:
 
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike, mode: str = "wb"):
-    """Open a temporary file beside `path`; on a clean exit fsync it and rename it over `path`, else remove it."""
+    """Open a temporary file beside `path`; on a clean exit fsync it and rename it over `path`, else remove it.
+
+    Text is UTF-8.  The temporary name is random: processes of two nodes on one file system may have the same pid.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{_TEMPORARY}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}{_TEMPORARY}")
     try:
-        with open(temporary, mode) as handle:
+        with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as handle:
             yield handle
             handle.flush()
             os.fsync(handle.fileno())

@@ -11,7 +11,7 @@ from megahedge.utils.errors import InputError
 
 @pytest.fixture
 def prefix(tmp_path):
-    write_pair(tmp_path / "x_train", numbered_documents(random_lengths(80, 1, 30)))
+    write_pair(tmp_path / "x", numbered_documents(random_lengths(80, 1, 30)))
     return str(tmp_path / "x")
 
 
@@ -61,7 +61,7 @@ def test_batch_that_does_not_divide_is_refused(prefix):
 
 def test_blended_corpora_keep_their_own_orders(tmp_path):
     for name, offset in (("a", 0), ("b", 10_000)):
-        write_pair(tmp_path / f"{name}_train", [document + offset for document in numbered_documents(random_lengths(50, 1, 30))])
+        write_pair(tmp_path / name, [document + offset for document in numbered_documents(random_lengths(50, 1, 30))])
     blended = TrainingData(f"0.75 {tmp_path}/a 0.25 {tmp_path}/b", seq_len=16, seed=3)
     alone = {name: TrainingData(str(tmp_path / name), seq_len=16, seed=3) for name in "ab"}
     served = {"a": 0, "b": 0}
@@ -75,10 +75,10 @@ def test_blended_corpora_keep_their_own_orders(tmp_path):
 
 
 def test_id_outside_the_vocabulary_names_dataset_and_sample(tmp_path):
-    write_pair(tmp_path / "x_train", [[1, 2, 3], [4, 500, 6]])
+    write_pair(tmp_path / "x", [[1, 2, 3], [4, 500, 6]])
     data = TrainingData(str(tmp_path / "x"), seq_len=6, seed=0)
     list(BatchLoader(data, global_batch_size=1, micro_batch_size=1, vocab_size=501).micro_batches(0))
-    with pytest.raises(InputError, match=r"token id 500 .* vocabulary of 500.*x_train, sample 0 \(position 0"):
+    with pytest.raises(InputError, match=r"token id 500 .* vocabulary of 500.*x, sample 0 \(position 0"):
         list(BatchLoader(data, global_batch_size=1, micro_batch_size=1, vocab_size=500).micro_batches(0))
 
 

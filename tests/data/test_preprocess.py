@@ -279,6 +279,10 @@ def test_dataset_of_another_tokenizer_is_refused(tmp_path, convert):
 def test_split_is_found_or_its_maker_named(tmp_path):
     write_pair(tmp_path / "x_train", [[1, 2]])
     write_pair(tmp_path / "foreign", [[1, 2]])
+    with pytest.raises(InputError, match="preprocessing did not finish"):
+        find_split(tmp_path / "x", "train")
+    assert find_split(tmp_path / "x_train", "train") == str(tmp_path / "x_train")
+    (tmp_path / "x.meta.json").write_text("{}")
     assert find_split(tmp_path / "x", "train") == str(tmp_path / "x_train")
     assert find_split(tmp_path / "foreign", "train") == str(tmp_path / "foreign")
     with pytest.raises(InputError, match=r"tools/preprocess_owt\.py"):
@@ -317,3 +321,11 @@ def test_recall_text_is_seeded_diverse_and_readable(tmp_path, convert):
     shorter = [json.loads(line)["text"] for line in gzip.decompress((tmp_path / "short.jsonl.gz").read_bytes()).splitlines()]
     assert shorter == texts[:100]
     assert convert(tmp_path / "a.jsonl.gz").splits["train"].documents == 200
+
+
+def test_dataset_digest_sees_a_change_of_tokens_that_leaves_the_index_equal(tmp_path):
+    write_pair(tmp_path / "a", [[1, 2, 3]])
+    write_pair(tmp_path / "b", [[1, 2, 4]])
+    a, b = dataset_digest(tmp_path / "a"), dataset_digest(tmp_path / "b")
+    assert a["idx_sha256"] == b["idx_sha256"]
+    assert a["bin_blocks_sha256"] != b["bin_blocks_sha256"]

@@ -235,7 +235,7 @@ def test_tp_ranks_are_adjacent_and_groups_hold_the_right_ranks(ranks):
 
 
 def test_tp_size_that_does_not_divide_the_world_is_refused(ranks):
-    assert ranks[0]["refusal"] == "tp_size=3 does not divide the 4 processes of this job; use one of 1, 2, 4"
+    assert ranks[0]["refusal"] == "tp_size=3 does not divide the 4 processes of this job; use 1, 2 or 4"
 
 
 def test_mpu_is_not_taken_for_sequence_parallelism():

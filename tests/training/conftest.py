@@ -54,7 +54,10 @@ def _fast_one(inputs: Path) -> list[Run]:
     runs += [Run(name, {"ds_config": ds_config(name), "stop_after": 10}) for name in OFFLOAD]
     runs.append(Run("recomputing", {"stop_after": 10, "activation_checkpointing": True}))
     runs.append(Run("moving-start", {"run": "moving", "ds_config": ds_config("zero3"), "stop_after": 6}))
-    return [*runs, *_halves("zero1"), *_halves("zero3"), *_bf16("zero1"), *_bf16("zero3")]
+    runs += [*_halves("zero1"), *_halves("zero3"), *_bf16("zero1"), *_bf16("zero3")]
+    for name in ("zero1", "zero3"):
+        runs.append(Run(f"{name}-unused", {"ds_config": ds_config(name)}, unused_parameter=True, expected_error="got no gradient"))
+    return runs
 
 
 def _slow_one(inputs: Path) -> list[Run]:
@@ -64,7 +67,8 @@ def _slow_one(inputs: Path) -> list[Run]:
 def _fast_two(inputs: Path) -> list[Run]:
     runs = [Run(f"{name}-dp2", {"ds_config": ds_config(name), "stop_after": 10}) for name in ZERO]
     runs += [*_poisoned("zero1"), *_poisoned("zero3"), *_odd(inputs, "zero3")]
-    runs.append(Run("all-bad", {"ds_config": ds_config("zero2")}, poison=Poison(("loss",), tuple(range(4, 20)), rank=1)))
+    ten_bad = Poison(("loss",), tuple(range(4, 20)), rank=1)
+    runs.append(Run("all-bad", {"ds_config": ds_config("zero2")}, poison=ten_bad, expected_error="10 steps in a row"))
     runs.append(Run("disk-full", {"save_interval": 2, "stop_after": 6}, failing_save=4))  # two files a save: the second save's second
     runs.append(Run("moving-on", {"run": "moving", "ds_config": ds_config("zero1"), "resume": True, "stop_after": 13}))
     # tensor parallelism comes last, because DeepSpeed keeps an mpu for as long as the process lives
@@ -90,14 +94,19 @@ class Worlds:
         self._inputs = inputs
         self._worlds = [(1, _fast_one(inputs)), (2, _fast_two(inputs)), (1, _slow_one(inputs)), (2, _slow_two(inputs))]
         self._made = 0
+        self._broken = False
         self.errors: dict[str, str | None] = {}
-        """Message of the RunError that ended a run, by the run's name."""
+        """Message of the error that ended a run as expected, by the run's name."""
 
     def __call__(self, name: str) -> Path:
         """Folder of the run of that name; worlds are made in order, since runs of one may go on from another's."""
         number, run = next((number, run) for number, (_, runs) in enumerate(self._worlds) for run in runs if run.name == name)
         while self._made <= number:
+            if self._broken:
+                pytest.fail("an earlier test has failed to make the runs of this world")
+            self._broken = True
             self._make(*self._worlds[self._made])
+            self._broken = False
             self._made += 1
         return self._inputs / run.changes.get("run", run.name)
 

@@ -15,11 +15,12 @@ from megahedge.config.options import PretrainOptions
 from megahedge.data.indexed_dataset import IndexedDatasetWriter
 from megahedge.data.meta import DatasetMeta, SplitMeta, tokenizer_digest, write_meta
 from megahedge.data.tokenizer import load_tokenizer
-from megahedge.stages import pretrain as pretrain_stage
+from megahedge.models.families import family_of
+from megahedge.parallel.sharding import Init, declare_parameter
 from megahedge.stages.base import plan_run, run_stage
 from megahedge.stages.pretrain import Pretrain, pretrain
 from megahedge.training.metrics import TIMING_KEYS, read_metrics
-from megahedge.utils.errors import RunError
+from megahedge.utils.files import read_json
 
 REPOSITORY = Path(__file__).parents[2]
 VOCAB_SIZE = 97
@@ -135,6 +136,10 @@ class Run:
     """Number of the save_file call on rank 0 that finds the disk full."""
     copied_from: str | None = None
     """Begin with a copy of that run as a crash after step 10 would have left it."""
+    unused_parameter: bool = False
+    """Give the student a trainable parameter that its loss does not see."""
+    expected_error: str | None = None
+    """Words of the RuntimeError that ends the run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,8 +178,16 @@ class PoisonedPretrain(Pretrain):
         return loss * self._factor("loss"), metrics
 
 
+class PretrainWithUnusedParameter(Pretrain):
+    """Pretraining of a model with a parameter that nothing uses."""
+
+    def __init__(self, config, tensor_parallel, options):
+        super().__init__(config, tensor_parallel, options)
+        self.student.forgotten = declare_parameter((3, 4), Init(0.02), tensor_parallel)
+
+
 def make_runs(folder: Path, runs: list[Run]) -> dict[str, str | None]:
-    """Make every run, one after the other in this process; returns the message of the RunError that ended it, if one did."""
+    """Make every run, one after the other in this process; returns the message of the expected error that ended it, if one did."""
     return {run.name: _make_run(folder, run) for run in runs}
 
 
@@ -186,15 +199,22 @@ def _make_run(folder: Path, run: Run) -> str | None:
     options = PretrainOptions(**arguments(folder, **({"run": run.name} | run.changes)))
     with _full_disk(run.failing_save):
         try:
-            if run.poison is None:
-                pretrain(options)
-            else:
-                PoisonedPretrain.poison = run.poison
-                config = pretrain_stage._read_model_config(options.model_config)
-                run_stage(PoisonedPretrain, plan_run(options, config, ""))
-        except RunError as error:
+            _train(run, options)
+        except RuntimeError as error:
+            if run.expected_error is None or run.expected_error not in str(error):
+                raise
             return str(error)
     return None
+
+
+def _train(run: Run, options: PretrainOptions) -> None:
+    if run.poison is None and not run.unused_parameter:
+        pretrain(options)
+        return
+    PoisonedPretrain.poison = run.poison
+    hf_config = read_json(options.model_config)
+    plan = plan_run(options, family_of(hf_config).model_config(hf_config), "")
+    run_stage(PretrainWithUnusedParameter if run.unused_parameter else PoisonedPretrain, plan)
 
 
 def copy_crashed(run: Path, copy: Path, step: int) -> None:

@@ -36,8 +36,14 @@ def test_training_recovers_from_skipped_steps(name, made):
 def test_ten_bad_steps_in_a_row_end_the_run_and_say_which_samples(made):
     """Steps 4 to 13 are bad; of step 13's samples 96 … 103 those from rank 1's second micro-batch on are named."""
     made("all-bad")
-    assert made.errors["all-bad"].startswith("10 steps in a row")
     assert "[102, 103]" in made.errors["all-bad"]
+
+
+@pytest.mark.parametrize("name", ["zero1-unused", "zero3-unused"])
+def test_a_parameter_that_the_loss_does_not_see_ends_the_run_at_its_first_step(name, made):
+    run = made(name)
+    assert "1 trainable parameters got no gradient in the first step: forgotten" in made.errors[name]
+    assert measured(run, "train") == []
 
 
 def test_a_full_disk_costs_one_checkpoint_and_not_the_run(made):

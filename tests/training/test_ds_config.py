@@ -1,0 +1,104 @@
+"""The user's DeepSpeed file and our options, merged."""
+
+import json
+
+import pytest
+
+from megahedge.config.options import BatchPlan, TrainOptions
+from megahedge.training.ds_config import load_ds_config, merge_ds_config, zero_stage
+from megahedge.utils.errors import InputError
+from tests.training.runs import REPOSITORY, ds_config
+
+PLAN = BatchPlan(global_batch_size=48, micro_batch_size=4, dp_size=2)
+OPTIONS = TrainOptions(ds_config=ds_config("zero1"), dtype="bf16", clip_grad=1.0)
+FP32 = TrainOptions(ds_config=ds_config("zero1"), dtype="fp32", clip_grad=1.0)
+
+
+def merge(config, options=OPTIONS):
+    return merge_ds_config({"zero_optimization": {"stage": 2}} | config, options, PLAN)
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "ds_configs").glob("*.json")), ids=lambda path: path.stem)
+def test_the_carried_files_hold_only_what_deepspeed_owns(path):
+    config = load_ds_config(str(path))
+    assert set(config) == {"zero_optimization"}
+    assert zero_stage(config) == int(path.stem[4])
+    merge(config)
+
+
+def test_options_supply_batches_clipping_and_precision():
+    merged = merge({"zero_optimization": {"stage": 3, "overlap_comm": False}, "wall_clock_breakdown": True})
+    expected = {
+        "train_batch_size": 48,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 6,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {"stage": 3, "overlap_comm": False},
+        "wall_clock_breakdown": True,
+    }
+    assert expected.items() <= merged.items()
+    assert "fp16" not in merged
+
+
+def test_fp32_asks_for_no_precision_and_stage_0_for_autocast():
+    assert not {"bf16", "fp16", "torch_autocast"} & merge({}, FP32).keys()
+    stage_0 = merge({"zero_optimization": {"stage": 0}})
+    assert stage_0["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"}
+    assert "bf16" not in stage_0
+
+
+ACCEPTED = [
+    {"train_batch_size": 48},
+    {"train_batch_size": "auto", "gradient_accumulation_steps": "auto", "train_micro_batch_size_per_gpu": 4},
+    {"gradient_clipping": 1},
+    {"optimizer": "auto", "scheduler": "auto"},
+    {"bf16": {"enabled": True}},
+    {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "loss_scale": 0}},
+    {"fp16": {"enabled": False, "loss_scale": 0}},
+    {"data_types": {"grad_accum_dtype": "fp32"}},
+]
+
+
+@pytest.mark.parametrize("config", ACCEPTED, ids=json.dumps)
+def test_auto_and_equal_values_are_accepted(config):
+    assert merge(config) == merge({})
+
+
+REFUSED = [
+    ({"train_batch_size": 64}, "--global_batch_size"),
+    ({"train_micro_batch_size_per_gpu": 2}, "--micro_batch_size"),
+    ({"gradient_accumulation_steps": 1}, "--global_batch_size and --micro_batch_size"),
+    ({"gradient_clipping": 0.5}, "--clip_grad"),
+    ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}, "--lr, --weight_decay"),
+    ({"scheduler": {"type": "WarmupLR", "params": {}}}, "--warmup_fraction"),
+    ({"bf16": {"enabled": False}}, "--dtype"),
+    ({"bf16": {"enabled": True, "immediate_grad_update": True}}, "--dtype"),
+    ({"fp16": {"enabled": True}}, "--dtype"),
+    ({"torch_autocast": {"enabled": True}}, "--dtype"),
+    ({"data_types": {"grad_accum_dtype": "bf16"}}, "--dtype"),
+]
+
+
+@pytest.mark.parametrize(("config", "option"), REFUSED, ids=lambda value: json.dumps(value) if isinstance(value, dict) else "")
+def test_other_values_are_refused_naming_our_option(config, option):
+    with pytest.raises(InputError) as error:
+        merge(config)
+    assert option in str(error.value)
+    assert next(iter(config)) in str(error.value)
+    assert OPTIONS.ds_config in str(error.value)
+
+
+@pytest.mark.parametrize("section", [{"stage": 4}, {"stage": "auto"}, {"stage": None}, "3", [3]])
+def test_a_stage_that_is_none_is_refused(section):
+    with pytest.raises(InputError, match="use 0, 1, 2 or 3"):
+        zero_stage({"zero_optimization": section})
+
+
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe", b""])
+def test_a_file_that_is_no_json_object_is_refused(content, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"ds\.json"):
+        load_ds_config(str(path))

@@ -1,0 +1,86 @@
+"""Kills and signals, sent to real processes: whatever the moment, --resume ends as if nothing had happened."""
+
+import random
+import signal
+import time
+
+import pytest
+
+from megahedge.checkpoint.store import complete_checkpoints
+from megahedge.training.metrics import read_metrics
+from tests.training.processes import start
+from tests.training.runs import assert_same_end
+
+
+def _finish(options, folder):
+    status, stderr = start(options | {"resume": True}, folder).finish()
+    assert status == 0, stderr
+
+
+def _assert_same_export(run, unbroken):
+    for path in (unbroken / "hf").iterdir():
+        assert (run / "hf" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+# removals and the later writes of metrics come after the first checkpoints; the others are met the first time and again
+_MOMENTS = [
+    ("record", 1), ("metrics", 1), ("metrics", 2), ("metrics", 9), ("tensors", 1), ("tensors", 4), ("manifest", 1), ("manifest", 3),
+    ("rename", 1), ("rename", 2), ("latest", 1), ("latest", 2), ("removal", 1), ("removal", 2), ("removal", 4),
+    ("summary", 1), ("export", 1),
+]  # fmt: skip
+_FAST = [("tensors", 4), ("rename", 2)]
+
+
+@pytest.mark.parametrize(("point", "passing"), [pytest.param(*m, marks=() if m in _FAST else pytest.mark.slow) for m in _MOMENTS])
+def test_a_kill_at_the_worst_moment_costs_no_checkpoint(point, passing, options, tmp_path, made):
+    killed = start(options(save_interval=4, keep_last=2, resume=True), tmp_path, hold=(point, passing))
+    killed.wait_until_held()
+    complete = len(complete_checkpoints(tmp_path / "run" / "checkpoints"))
+    killed.signal(signal.SIGKILL)
+    assert killed.finish()[0] == -signal.SIGKILL
+    if (point, passing) in _FAST:
+        assert complete == 1  # the second save was under way
+    _finish(options(save_interval=4, keep_last=2), tmp_path)
+    assert_same_end(tmp_path / "run", made("zero1"))
+    _assert_same_export(tmp_path / "run", made("zero1"))
+    names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert names == {"latest", "step-00000016", "step-00000020"}
+    assert not [path for path in (tmp_path / "run").rglob(".*")]
+
+
+@pytest.mark.slow
+def test_ten_kills_at_random_moments_end_as_the_unbroken_run(options, tmp_path, made):
+    """The run saves at every step, and slowly, so that about half of the kills fall into a save."""
+    generator = random.Random(3)
+    run = tmp_path / "run"
+    kills = inside_a_save = 0
+    while kills < 10:
+        command = start(options(save_interval=1, keep_last=2, resume=True), tmp_path, slow_saves=0.1)
+        known = len(read_metrics(run / "metrics.jsonl"))
+        command.wait_until(lambda known=known: len(read_metrics(run / "metrics.jsonl")) != known)
+        time.sleep(generator.uniform(0.0, 0.5))
+        assert command.running, "the run ended before ten kills; make it slower"
+        inside_a_save += any((run / "checkpoints").glob(".unfinished-step-*"))
+        command.signal(signal.SIGKILL)
+        command.finish()
+        kills += 1
+    assert inside_a_save >= 2
+    _finish(options(save_interval=1, keep_last=2), tmp_path)
+    assert_same_end(run, made("zero1"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_makes_the_run_save_and_end_well(number, options, tmp_path, made):
+    """It comes during the evaluation after step 10; no checkpoint is due before the end, so what there is was saved because of it."""
+    command = start(options(save_interval=1000), tmp_path, hold=("evaluation", 2))
+    run = tmp_path / "run"
+    command.wait_until_held()
+    command.signal(number)
+    command.release()
+    status, stderr = command.finish()
+    assert status == 0, stderr
+    assert [path.name for path in complete_checkpoints(run / "checkpoints")] == ["step-00000011"]
+    assert "saved at step 11" in stderr
+    assert not (run / "summary.json").exists()
+    _finish(options(save_interval=1000), tmp_path)
+    assert_same_end(run, made("zero1"))

@@ -1,0 +1,65 @@
+"""metrics.jsonl over kills, restarts and values that are no numbers; the signals that stop a run."""
+
+import json
+import os
+import signal
+
+from megahedge.training.metrics import MetricsLog, read_metrics
+from megahedge.training.signals import SIGNALS, StopSignal
+
+
+def write(path, resumed_step, steps):
+    log = MetricsLog(path, resumed_step)
+    for step in steps:
+        log.write("train", step, {"loss": 1.0 / (step + 1)})
+    log.close()
+
+
+def test_lines_after_the_resumed_step_are_written_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, 0, range(1, 6))
+    write(path, 3, [4, 5])
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4, 5]
+
+
+def test_a_run_that_starts_over_starts_the_file_anew(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, 0, [0, 1])
+    write(path, 0, [0, 1])
+    assert [line["step"] for line in read_metrics(path)] == [0, 1]
+
+
+def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, 0, [1, 2])
+    with open(path, "a") as handle:
+        handle.write('{"kind": "train", "st')
+    assert [line["step"] for line in read_metrics(path)] == [1, 2]
+    write(path, 2, [3])
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_values_that_json_does_not_know_are_null(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl", 0)
+    log.write("train", 1, {"loss": float("nan"), "grad_norm": float("inf"), "lr": 0.5, "skipped": 1})
+    log.close()
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert line == {"kind": "train", "step": 1, "loss": None, "grad_norm": None, "lr": 0.5, "skipped": 1}
+
+
+def test_no_file_is_no_lines(tmp_path):
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_signals_are_noted_and_the_old_handlers_come_back():
+    before = [signal.getsignal(number) for number in SIGNALS]
+    for number in SIGNALS:
+        with StopSignal() as stop:
+            assert not stop.requested
+            os.kill(os.getpid(), number)
+            assert stop.requested
+    assert [signal.getsignal(number) for number in SIGNALS] == before

@@ -1,0 +1,153 @@
+"""Command lines and YAML files into frozen dataclasses."""
+
+import dataclasses
+
+import pytest
+
+from megahedge.utils.cli import Count, field_docs, parse_options, run_main
+from megahedge.utils.errors import InputError, RunError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    width: int
+    """How wide,
+    in cells."""
+    budget: Count = 1000
+    """Tokens."""
+    limit: Count | None = None
+    """Tokens at most."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(Sizes):
+    rate: float = 0.5
+    """A rate."""
+    batch: int | str = "auto"
+    """A size or auto."""
+    paths: tuple[str, ...] = ("a",)
+    """Some paths."""
+    name: str | None = None
+    """A name."""
+    quick: bool = False
+    """Hurry."""
+
+    def __post_init__(self):
+        if self.rate <= 0:
+            raise InputError(f"--rate={self.rate} must be positive")
+
+
+def parse(*words, **keywords):
+    return parse_options(Options, list(words), prog="prog", **keywords)
+
+
+def test_defaults_and_types():
+    assert parse("--width", "3") == Options(width=3)
+    assert parse("--width=3", "--rate=1e-3", "--quick", "--paths", "x", "y", "--batch", "8", "--name", "n") == Options(
+        width=3, rate=1e-3, quick=True, paths=("x", "y"), batch=8, name="n"
+    )
+    assert parse("--width=3", "--no_quick").quick is False
+
+
+@pytest.mark.parametrize(("text", "count"), [("1e9", 10**9), ("1B", 10**9), ("300M", 3 * 10**8), ("1_000", 1000), ("1.5K", 1500), ("7", 7)])
+def test_counts_as_people_write_them(text, count, tmp_path):
+    assert parse("--width=3", "--budget", text).budget == count
+    assert parse("--width=3", f"--limit={text}").limit == count
+    (tmp_path / "o.yaml").write_text(f"width: 3\nbudget: {text}\n")
+    assert parse("--config", str(tmp_path / "o.yaml")).budget == count
+
+
+def test_later_options_override_a_yaml_file(tmp_path):
+    (tmp_path / "o.yaml").write_text("width: 3\nrate: 1e-4\nquick: true\npaths: [x, y]\n")
+    assert parse("--config", str(tmp_path / "o.yaml")) == Options(width=3, rate=1e-4, quick=True, paths=("x", "y"))
+    assert parse("--config", str(tmp_path / "o.yaml"), "--rate", "2", "--paths", "z", "--no_quick") == Options(
+        width=3, rate=2.0, paths=("z",)
+    )
+    assert parse("--width=3").paths == ("a",)  # a parse leaves nothing behind for the next
+
+
+def test_a_command_may_have_defaults_of_its_own():
+    assert parse("--width=3", defaults={"rate": 0.25}).rate == 0.25
+    assert parse("--width=3", "--rate=1", defaults={"rate": 0.25}).rate == 1.0
+
+
+def test_the_launchers_local_rank_is_accepted():
+    assert parse("--local_rank=1", "--width=3") == Options(width=3)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "width"),
+        (["--width=3", "--widht=4"], "widht"),
+        (["--width=3", "stray"], "stray"),
+        (["--width=three"], "three"),
+        (["--width=3", "--rate=fast"], "fast"),
+        (["--width=3", "--rate=-1"], "--rate=-1.0 must be positive"),
+        (["--width=3", "--budget=1.5"], "1.5"),
+        (["--width=3", "--budget=12Q"], "12Q"),
+        (["--width=3", "--budget=nan"], "nan"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml"),
+    ],
+)
+def test_a_bad_command_line_is_one_line_that_names_the_fault(words, said):
+    with pytest.raises(InputError) as error:
+        parse(*words)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["width: 3\nwidht: 4\n", "width: 3\nbudget: [1\n", "width: three\n", "- 1\n- 2\n"])
+def test_a_bad_yaml_file_is_one_line(content, tmp_path):
+    path = tmp_path / "o.yaml"
+    path.write_text(content)
+    with pytest.raises(InputError) as error:
+        parse("--config", str(path))
+    assert "\n" not in str(error.value)
+
+
+def test_help_texts_come_from_below_the_fields():
+    assert field_docs(Options)["width"] == "How wide, in cells."
+    assert set(field_docs(Options)) == {field.name for field in dataclasses.fields(Options)}
+
+
+def test_help_shows_every_option_and_ends_well(capsys):
+    with pytest.raises(SystemExit) as end:
+        parse("--help")
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(f"--{field.name}" in shown for field in dataclasses.fields(Options))
+    assert "How wide, in cells." in shown
+
+
+@pytest.mark.parametrize(("error", "status"), [(InputError("--a=1 is bad"), 2), (RunError("diverged"), 1)])
+def test_errors_for_users_are_one_line_and_a_status(error, status, capsys, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit) as end:
+        run_main(main)
+    assert end.value.code == status
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_errors_of_one_rank_say_which(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "3")
+
+    def main():
+        raise InputError("bad")
+
+    with pytest.raises(SystemExit):
+        run_main(main)
+    assert capsys.readouterr().err == "[rank 3] error: bad\n"
+
+
+def test_other_errors_keep_their_traceback_and_success_is_status_0():
+    with pytest.raises(ZeroDivisionError):
+        run_main(lambda: 1 // 0)
+    with pytest.raises(SystemExit) as end:
+        run_main(lambda: None)
+    assert end.value.code == 0

@@ -1,0 +1,97 @@
+"""Atomic files, digests, locks, and numbers as people write them."""
+
+import hashlib
+import multiprocessing
+import os
+
+import pytest
+
+from megahedge.utils.errors import InputError
+from megahedge.utils.files import (
+    atomic_write,
+    file_lock,
+    is_temporary_file,
+    read_json,
+    read_json_object,
+    remove_temporary_files,
+    sha256_file,
+    write_json,
+)
+from megahedge.utils.units import format_count, format_seconds, parse_count
+
+
+def test_an_atomic_write_is_whole_or_absent(tmp_path):
+    path = tmp_path / "deep" / "file"
+    with atomic_write(path, "w") as handle:
+        handle.write("first")
+        assert not path.exists()
+    with pytest.raises(RuntimeError), atomic_write(path, "w") as handle:
+        handle.write("second")
+        raise RuntimeError
+    assert path.read_text() == "first"
+    assert os.listdir(path.parent) == ["file"]
+
+
+def _die_in_a_write(path):
+    with atomic_write(path, "w") as handle:
+        handle.write("second")
+        handle.flush()
+        os._exit(1)
+
+
+def test_a_killed_write_leaves_the_old_file_and_a_leftover_that_is_known(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("first")
+    process = multiprocessing.get_context("fork").Process(target=_die_in_a_write, args=(path,))
+    process.start()
+    process.join()
+    assert path.read_text() == "first"
+    (leftover,) = (entry for entry in tmp_path.iterdir() if entry != path)
+    assert is_temporary_file(leftover) and not is_temporary_file(path)
+    remove_temporary_files(tmp_path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_json_goes_there_and_back(tmp_path):
+    value = {"b": [1, None, "é"], "a": 0.1}
+    write_json(tmp_path / "v.json", value)
+    assert read_json(tmp_path / "v.json") == read_json_object(tmp_path / "v.json") == value
+    assert list(read_json(tmp_path / "v.json")) == ["b", "a"]
+
+
+@pytest.mark.parametrize("content", [b'{"a": ', b"[1]", b"\xff", b""])
+def test_a_damaged_json_object_is_the_users_error(content, tmp_path):
+    (tmp_path / "v.json").write_bytes(content)
+    with pytest.raises(InputError, match=r"v\.json is damaged"):
+        read_json_object(tmp_path / "v.json")
+
+
+def test_digest_is_sha256(tmp_path):
+    (tmp_path / "f").write_bytes(b"abc" * 100000)
+    assert sha256_file(tmp_path / "f") == hashlib.sha256(b"abc" * 100000).hexdigest()
+
+
+def test_a_lock_is_exclusive_and_freed(tmp_path):
+    with file_lock(tmp_path / "lock"), pytest.raises(BlockingIOError), file_lock(tmp_path / "lock", blocking=False):
+        pass
+    with file_lock(tmp_path / "lock", blocking=False):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("1e9", 10**9), ("1B", 10**9), ("1b", 10**9), ("300M", 3 * 10**8), ("2.5k", 2500), ("1T", 10**12), (" 12 ", 12), (7, 7), (1e6, 10**6)],
+)
+def test_counts(text, count):
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "M", "1.5", "abc", "1X", "nan", "inf", "1e999", "1 000", float("nan"), 0.5])
+def test_what_is_no_count(text):
+    with pytest.raises(InputError, match=r"write it like 300M"):
+        parse_count(text)
+
+
+def test_numbers_for_people():
+    assert [format_count(value) for value in (0, 999, 1000, 1_014_000_000, 2.5e12)] == ["0", "999", "1K", "1.01B", "2.5T"]
+    assert [format_seconds(value) for value in (0, 59.9, 3661, 90061)] == ["00:00:00", "00:00:59", "01:01:01", "1d 01:01:01"]
