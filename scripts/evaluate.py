@@ -7,9 +7,9 @@ perplexity and bits per byte divide the same loss by the words (divided by white
 """
 
 from megahedge.evaluation.evaluate import EvaluateOptions, evaluate
-from megahedge.training.run_folder import code_version, package_versions
 from megahedge.utils.cli import parse_options, run_main
 from megahedge.utils.files import write_json
+from megahedge.utils.versions import code_version, package_versions
 
 
 def main() -> None:

@@ -7,14 +7,11 @@ from megahedge.config.options import PretrainOptions
 from megahedge.stages.pretrain import pretrain
 from megahedge.utils.cli import parse_options, run_main
 
-# A model of a few million parameters trained from scratch; the paper's rates are for distillation.
-DEFAULTS = {"lr": 2e-3, "warmup_fraction": 0.02}
-
 
 def main() -> None:
     """Entry point."""
     description = "Pretrain a GPT-NeoX model from scratch and write it as a Hugging Face folder."
-    pretrain(parse_options(PretrainOptions, prog="pretrain_teacher.py", description=description, defaults=DEFAULTS))
+    pretrain(parse_options(PretrainOptions, prog="pretrain_teacher.py", description=description))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -82,6 +83,10 @@ class CheckpointWriter:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+class UnknownFormatError(InputError):
+    """A checkpoint of another version: not damaged, so nothing may pass it over."""
+
+
 class Checkpoint:
     """A complete checkpoint.  Raises InputError if its manifest cannot be read."""
 
@@ -94,28 +99,39 @@ class Checkpoint:
             self._files: dict = manifest["files"]
             self._tensors: dict = manifest["tensors"]
             self._manifest = manifest
+            written = manifest["format"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"checkpoint {path} has no readable {MANIFEST}: {error}") from None
-        if manifest["format"] != FORMAT:
-            raise InputError(f"checkpoint {path} has format {manifest['format']}; this version reads format {FORMAT}")
+        if written != FORMAT:
+            raise UnknownFormatError(f"checkpoint {path} has format {written}; this version reads format {FORMAT}")
 
     def names(self, group: str) -> list[str]:
         """Names of the tensors of a group, in the order in which they were added."""
         return list(self._tensors.get(group, {}))
 
-    def verify(self) -> None:
-        """Compare every file's size and digest with the manifest.  Raises InputError naming the first that differs."""
+    def verify(self, groups: Iterable[str] | None = None) -> None:
+        """Compare sizes and digests of the groups' files (of all files by default) with the manifest.
+
+        Raises InputError naming the first file that differs or cannot be read.
+        """
+        wanted = set(self._files) if groups is None else {file for group in groups for file in self._tensors.get(group, {}).values()}
         rest = {key: value for key, value in self._manifest.items() if key != "sha256"}
         if self._manifest.get("sha256") != _manifest_digest(rest):
             raise InputError(f"checkpoint {self.path}: {MANIFEST} does not have the digest that was written")
-        for file, expected in self._files.items():
-            path = self.path / file
-            if not path.is_file():
-                raise InputError(f"checkpoint {self.path}: {file} is missing")
-            if path.stat().st_size != expected["bytes"]:
-                raise InputError(f"checkpoint {self.path}: {file} has {path.stat().st_size} bytes instead of {expected['bytes']}")
-            if sha256_file(path) != expected["sha256"]:
-                raise InputError(f"checkpoint {self.path}: {file} does not have the digest that was written")
+        for file in sorted(wanted):
+            try:
+                self._verify_file(file, self._files[file])
+            except OSError as error:
+                raise InputError(f"checkpoint {self.path}: {file} cannot be read: {error}") from None
+
+    def _verify_file(self, file: str, expected: dict) -> None:
+        path = self.path / file
+        if not path.is_file():
+            raise InputError(f"checkpoint {self.path}: {file} is missing")
+        if path.stat().st_size != expected["bytes"]:
+            raise InputError(f"checkpoint {self.path}: {file} has {path.stat().st_size} bytes instead of {expected['bytes']}")
+        if sha256_file(path) != expected["sha256"]:
+            raise InputError(f"checkpoint {self.path}: {file} does not have the digest that was written")
 
     def read(self, group: str, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
         """A tensor, or the piece `index` of it.  Raises InputError if the checkpoint does not hold it."""
@@ -149,12 +165,17 @@ def complete_checkpoints(root: Path) -> list[Path]:
     return sorted((path for path in root.iterdir() if _COMPLETE.fullmatch(path.name)), key=_step_of, reverse=True)
 
 
-def newest_sound(root: Path) -> Checkpoint | None:
-    """The newest checkpoint whose files are all as they were written; damaged ones are named in a warning and passed over."""
+def newest_sound(root: Path, groups: Iterable[str] | None = None) -> Checkpoint | None:
+    """The newest checkpoint whose files (of these groups) are as they were written; damaged ones are named and passed over.
+
+    Raises UnknownFormatError for one of another version.
+    """
     for path in complete_checkpoints(root):
         try:
             checkpoint = Checkpoint(path)
-            checkpoint.verify()
+            checkpoint.verify(groups)
+        except UnknownFormatError:
+            raise
         except InputError as error:
             logger.warning("%s; trying the one before", error)
             continue
@@ -162,18 +183,18 @@ def newest_sound(root: Path) -> Checkpoint | None:
     return None
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def open_checkpoint(path: str | Path, groups: Iterable[str] | None = None) -> Checkpoint:
     """A checkpoint from its own folder, or the newest sound one of a run folder or of a folder of checkpoints.
 
-    Raises InputError if there is none.
+    Only the files of `groups` are verified, where they are given.  Raises InputError if there is none.
     """
     path = Path(path)
     if (path / MANIFEST).is_file():
         checkpoint = Checkpoint(path)
-        checkpoint.verify()
+        checkpoint.verify(groups)
         return checkpoint
     for root in (path / "checkpoints", path):
-        checkpoint = newest_sound(root)
+        checkpoint = newest_sound(root, groups)
         if checkpoint is not None:
             return checkpoint
     raise InputError(f"{path} holds no complete checkpoint; give a run folder or one of its checkpoints/step-… folders")

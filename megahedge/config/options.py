@@ -146,6 +146,10 @@ class TrainOptions(DataOptions, OptimOptions, RunOptions):
 class PretrainOptions(TrainOptions):
     """tools/pretrain_teacher.py"""
 
+    lr: float = 2e-3
+    """Peak learning rate; the default suits a model of a few million parameters."""
+    warmup_fraction: float = 0.02
+    """Share of the steps in which the rate rises linearly."""
     model_config: str
     """JSON file with the model's sizes: a Hugging Face config.json of a supported family."""
     tokenizer: str | None = None

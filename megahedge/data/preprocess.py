@@ -132,7 +132,10 @@ def preprocess(config: PreprocessConfig) -> DatasetMeta:
             splits=totals.split_metas(),
             skipped=dict(sorted(totals.skipped.items())),
             source=[source.record() for source in sources],
-            options={name: getattr(config, name) for name in ("text_key", "val_fraction", "seed", "append_eod", "on_bad_line")},
+            options={
+                name: getattr(config, name)
+                for name in ("tokenizer_revision", "text_key", "val_fraction", "seed", "append_eod", "on_bad_line")
+            },
         )
         _publish(config.output_prefix, writers, meta)
     _report(config.output_prefix, meta, time.monotonic() - started)

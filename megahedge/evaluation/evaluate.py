@@ -19,7 +19,7 @@ from megahedge.utils.cli import Count
 from megahedge.utils.errors import InputError, RunError
 from megahedge.utils.labels import IGNORE_INDEX
 from megahedge.utils.logging import get_logger
-from megahedge.utils.progress import Progress
+from megahedge.utils.progress import ProgressBar
 
 logger = get_logger(__name__)
 
@@ -190,7 +190,7 @@ def _tokenizer_of(meta: DatasetMeta | None):
 
 def _shown(batches: Iterable[Batch], total: int, description: str) -> Iterator[Batch]:
     """The same batches, with progress on the terminal."""
-    progress = Progress(total, "tokens", description=description)
+    progress = ProgressBar(total, "tokens", description=description)
     for batch in batches:
         yield batch
         progress.update(int((batch.labels != IGNORE_INDEX).sum()))

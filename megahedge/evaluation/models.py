@@ -107,7 +107,7 @@ def _empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device |
 
 
 def _open_run(path: Path, dtype: torch.dtype, device: torch.device | str) -> OpenModel:
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, groups=("parameters",))
     try:
         config = ModelConfig(**checkpoint.record["model"])
     except (KeyError, TypeError) as error:

@@ -25,6 +25,7 @@ __all__ = [
     "TokenIds",
     "from_pretrained",
     "load_config",
+    "load_config_file",
     "load_pretrained",
     "resolve_pretrained",
     "save_pretrained",
@@ -43,7 +44,12 @@ def load_config(folder: str | os.PathLike) -> ModelConfig:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise InputError(f"{folder} holds no config.json; a model is a folder with config.json and weights")
-    hf_config = read_json_object(path)
+    return load_config_file(path)
+
+
+def load_config_file(path: str | os.PathLike) -> ModelConfig:
+    """Our config of one Hugging Face config.json, whatever its name.  Raises InputError if it is damaged or not supported."""
+    hf_config = read_json_object(Path(path))
     try:
         return family_of(hf_config).model_config(hf_config)
     except InputError as error:

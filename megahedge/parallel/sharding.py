@@ -5,6 +5,7 @@ parameter and a move off the meta device make new Parameters without them: build
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 
@@ -114,13 +115,27 @@ def load_parameters(model: nn.Module, read: Callable[[str, Index], Tensor], tens
     `read` is asked for no more than the piece, and not at all for a piece that is all padding.
     """
     for name, parameter in model.named_parameters():
-        spec = parameter.shard_spec
-        index = shard_index(spec, tensor_parallel.rank, tensor_parallel.size)
-        shape = tuple(part.stop - part.start for part in index)
-        if 0 in shape:
-            parameter.zero_()
-            continue
-        piece = read(name, index)
-        if tuple(piece.shape) != shape:
-            raise InputError(f"parameter {name}: got a piece of shape {tuple(piece.shape)} where {shape} is expected")
-        parameter.copy_(_pad(piece, spec, tensor_parallel.size))
+        try:
+            piece = read_shard(functools.partial(read, name), parameter.shard_spec, tensor_parallel.rank, tensor_parallel.size)
+        except ShapeError as error:
+            raise InputError(f"parameter {name}: {error}") from None
+        parameter.copy_(piece)
+
+
+class ShapeError(ValueError):
+    """A piece that was read is not of the shape that was asked for."""
+
+
+def read_shard(read: Callable[[Index], Tensor], spec: ShardSpec, rank: int, size: int) -> Tensor:
+    """The rank's piece, padded to `local_shape`, from `read(index)`, which is asked for no more than that and never for padding alone.
+
+    Raises ShapeError if `read` gives another shape than the index has.
+    """
+    index = shard_index(spec, rank, size)
+    shape = tuple(part.stop - part.start for part in index)
+    if 0 in shape:
+        return torch.zeros(local_shape(spec, size))
+    piece = read(index)
+    if tuple(piece.shape) != shape:
+        raise ShapeError(f"got a piece of shape {tuple(piece.shape)} where {shape} is expected")
+    return _pad(piece, spec, size)

@@ -1,18 +1,20 @@
 """What a stage is, and the one way in which every stage runs."""
 
 import abc
+import contextlib
 import dataclasses
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megahedge.checkpoint.store import Checkpoint
 from megahedge.config.model import ModelConfig
 from megahedge.config.options import BatchPlan, TrainOptions, plan_batches
 from megahedge.data.blending import parse_data_path
+from megahedge.data.indexed_dataset import IndexedDataset
 from megahedge.data.loader import BatchLoader, TrainingData, ValidationData
 from megahedge.data.meta import DatasetMeta, check_tokenizer, dataset_digest, find_split, load_meta, tokenizer_digest
 from megahedge.evaluation.perplexity import Perplexity, measure_perplexity
@@ -20,8 +22,9 @@ from megahedge.models.language_model import LanguageModel
 from megahedge.parallel.sharding import full_numel
 from megahedge.parallel.topology import TensorParallel, Topology
 from megahedge.training.checkpointing import Progress, find_checkpoint, load_student, restore_optimizer
+from megahedge.training.distributed import init_distributed, on_first_rank
 from megahedge.training.ds_config import load_ds_config, merge_ds_config, zero_stage
-from megahedge.training.engine import TrainingEngine, init_distributed
+from megahedge.training.engine import TrainingEngine
 from megahedge.training.loop import Job, train
 from megahedge.training.metrics import MetricsLog, check_wandb
 from megahedge.training.run_folder import RunFolder
@@ -73,10 +76,14 @@ class Plan:
     meta: DatasetMeta | None
 
 
-def plan_run(options: TrainOptions, model: ModelConfig, output_dir: str, tokenizer=None, tokenizer_source: str = "") -> Plan:
-    """Check options, data, tokenizer, sizes and the run folder.  Raises InputError; writes nothing."""
+def plan_run(options: TrainOptions, model: ModelConfig, default_output_dir: str, tokenizer, tokenizer_source: str) -> Plan:
+    """Check options, data, tokenizer, sizes and the run folder.
+
+    tokenizer: that of the model; tokenizer_source: where it came from, for messages.
+    Raises InputError.  Nothing is written but, beside large data, its sample order.
+    """
     check_wandb(options.wandb_project)
-    run = RunFolder(options.output_dir or output_dir)
+    run = RunFolder(options.output_dir or default_output_dir)
     run.check(options)
     if model.num_heads % options.tp_size:
         fitting = either(divisors(model.num_heads))
@@ -88,7 +95,7 @@ def plan_run(options: TrainOptions, model: ModelConfig, output_dir: str, tokeniz
     ds_config = merge_ds_config(load_ds_config(options.ds_config), options, batches)
     meta = _check_data(options, model, tokenizer, tokenizer_source)
     validation = ValidationData(_find_validation(options), options.seq_len, options.eval_tokens, model.vocab_size)
-    data = TrainingData(options.data_path, options.seq_len, options.seed)  # last, because it keeps its order beside the data
+    data = TrainingData(options.data_path, options.seq_len, options.seed)
     return Plan(options, run, model, batches, ds_config, data, validation, meta)
 
 
@@ -102,15 +109,18 @@ def _find_validation(options: TrainOptions) -> str:
 
 
 def _check_data(options: TrainOptions, model: ModelConfig, tokenizer, tokenizer_source: str) -> DatasetMeta | None:
-    """Every corpus must have been made with this tokenizer and fit the model's vocabulary; returns the first one's meta."""
+    """Every corpus must have been made with this tokenizer, and its ids must fit the model's vocabulary; returns the first one's meta.
+
+    Data of other programs has no meta to ask; its ids are checked as they are read.
+    """
+    largest_id = max(tokenizer.get_vocab().values())
+    if largest_id >= model.vocab_size:
+        raise InputError(f"{tokenizer_source} has token ids up to {largest_id}; the model has vocab_size={model.vocab_size}")
     metas = [load_meta(prefix) for _, prefix in parse_data_path(options.data_path)]
     validation_meta = load_meta(options.val_data_path) if options.val_data_path else None
+    digest = tokenizer_digest(tokenizer)
     for meta in filter(None, [*metas, validation_meta]):
-        if tokenizer is not None:
-            check_tokenizer(meta, tokenizer_digest(tokenizer), tokenizer_source)
-        if meta.vocab_size > model.vocab_size:
-            made_with = f"tokenizer {meta.tokenizer_name} of {meta.vocab_size} tokens"
-            raise InputError(f"--data_path was made with {made_with}; the model has vocab_size={model.vocab_size}")
+        check_tokenizer(meta, digest, tokenizer_source)
     return metas[0]
 
 
@@ -126,15 +136,23 @@ def run_stage(stage_type: type[Stage], plan: Plan) -> tuple[Stage, TrainingEngin
         print_header(stage.name, plan, stage)
         return None
     topology = init_distributed(options.tp_size)
+    with contextlib.ExitStack() as held:
+        on_first_rank(lambda: held.enter_context(plan.run.locked()) and None, f"--output_dir={plan.run.path}")
+        return _run(stage_type, plan, topology)
+
+
+def _run(stage_type: type[Stage], plan: Plan, topology: Topology) -> tuple[Stage, TrainingEngine, Progress]:
+    options = plan.options
     stage, checkpoint = _build(stage_type, plan, topology)
     print_header(stage.name, plan, stage)
     progress = Progress(**checkpoint.record["progress"]) if checkpoint else Progress()
     record = _record(stage.name, plan)
-    first_rank = dist.get_rank() == 0
-    if first_rank:
-        facts = {**record, "topology": _topology_record(plan, topology), "resumed_at_step": progress.step}
-        plan.run.write_record(stage.name, options, facts)
+    facts = {**record, "topology": _topology_record(plan, topology), "resumed_at_step": progress.step}
+    on_first_rank(lambda: plan.run.write_record(stage.name, options, facts), f"--output_dir={plan.run.path}")
     engine = TrainingEngine(stage, stage.student, options, plan.batches, topology)
+    if checkpoint:
+        restore_optimizer(engine, checkpoint, progress)
+        logger.info("resumed from %s: step %d, sample %d", checkpoint.path, progress.step, progress.samples)
     loader = BatchLoader(
         plan.data,
         global_batch_size=options.global_batch_size,
@@ -143,20 +161,17 @@ def run_stage(stage_type: type[Stage], plan: Plan) -> tuple[Stage, TrainingEngin
         dp_size=topology.dp_size,
         vocab_size=plan.model.vocab_size,
     )
-    if checkpoint:
-        restore_optimizer(engine, checkpoint, progress)
-        logger.info("resumed from %s: step %d, sample %d", checkpoint.path, progress.step, progress.samples)
-    metrics = _open_metrics(plan, progress) if first_rank else None
 
     def evaluate() -> Perplexity:
         batches = plan.validation.micro_batches(plan.batches.micro_batch_size, topology.dp_rank, topology.dp_size)
         with engine.evaluating() as module:
             return measure_perplexity(module, batches, engine.device, topology.dp_group)
 
-    job = Job(options, engine, stage.student, loader, evaluate, plan.run, metrics, record)
-    progress = train(job, progress)
-    if metrics is not None:
-        metrics.close()
+    with contextlib.ExitStack() as opened:
+        metrics = []
+        on_first_rank(lambda: metrics.append(opened.enter_context(_open_metrics(plan, progress))), f"--output_dir={plan.run.path}")
+        job = Job(options, engine, stage.student, loader, evaluate, plan.run, metrics[0] if metrics else None, record)
+        progress = train(job, progress)
     return stage, engine, progress
 
 
@@ -182,24 +197,36 @@ def _record(name: str, plan: Plan) -> dict:
 
 
 def _check_same_run(checkpoint: Checkpoint, record: dict) -> None:
-    """Refuse a checkpoint whose stage, model or data are not those that the options name now."""
+    """Refuse a checkpoint whose stage, model or data are not those that the options name now; they may lie elsewhere."""
     for key, now in record.items():
         before = checkpoint.record[key]
-        if before != now:
+        if _without_places(before) != _without_places(now):
             raise InputError(f"--resume from {checkpoint.path}: its {key} was {before}, and is {now} now; use a new --output_dir")
 
 
-def _open_metrics(plan: Plan, progress: Progress) -> MetricsLog:
-    metrics = MetricsLog(plan.run.metrics_file, progress.step)
-    if plan.options.wandb_project:
-        name = plan.options.run_name or plan.run.path.name
-        metrics.start_wandb(plan.options.wandb_project, name, dataclasses.asdict(plan.options), plan.run.path / "wandb_id")
-    return metrics
+def _without_places(value):
+    """A record with the names of files and folders left out."""
+    if isinstance(value, dict):
+        return {key: _without_places(item) for key, item in value.items() if key not in ("prefix", "tokenizer_name")}
+    return [_without_places(item) for item in value] if isinstance(value, list) else value
+
+
+@contextlib.contextmanager
+def _open_metrics(plan: Plan, progress: Progress) -> Iterator[MetricsLog]:
+    metrics = MetricsLog(plan.run.metrics_file, progress.step, progress.evaluation_due)
+    try:
+        if plan.options.wandb_project:
+            name = plan.options.run_name or plan.run.path.name
+            metrics.start_wandb(plan.options.wandb_project, name, dataclasses.asdict(plan.options), plan.run.path / "wandb_id")
+        yield metrics
+    finally:
+        metrics.close()
 
 
 def _data_record(plan: Plan) -> dict:
     return {
         "train": [dataset_digest(prefix) for prefix in plan.data.prefixes],
+        "weights": [weight for weight, _ in parse_data_path(plan.options.data_path)],
         "validation": dataset_digest(plan.validation.dataset.prefix),
         "tokenizer_digest": plan.meta.tokenizer_digest if plan.meta else None,
         "tokenizer_name": plan.meta.tokenizer_name if plan.meta else None,
@@ -224,9 +251,9 @@ def print_header(name: str, plan: Plan, stage: Stage | None = None) -> None:
         "run": f"{name} in {plan.run.path}",
         "model": f"{model.family}, {model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads of {model.head_dim}, "
         f"vocabulary {model.vocab_size}",
-        "data": "; ".join(f"{index.dataset.prefix} ({format_count(index.dataset.num_tokens)} tokens)" for index in plan.data.indices),
+        "data": "; ".join(_describe(index.dataset) for index in plan.data.indices),
         "epochs": ", ".join(f"{count:.3g}" for count in plan.data.epochs(options.train_steps * options.global_batch_size)),
-        "validation": f"{plan.validation.dataset.prefix} ({format_count(plan.validation.num_scored_tokens)} tokens scored)",
+        "validation": f"{_describe(plan.validation.dataset)}, {format_count(plan.validation.num_scored_tokens)} scored",
         "tokenizer": f"{plan.meta.tokenizer_name} (digest {plan.meta.tokenizer_digest[:12]})" if plan.meta else "unknown",
         "steps": f"{options.train_steps} of {options.global_batch_size} × {options.seq_len} tokens, {all_tokens} in all",
         "batch": f"micro {batches.micro_batch_size} × accumulation {batches.accumulation_steps} × dp {batches.dp_size}",
@@ -238,6 +265,10 @@ def print_header(name: str, plan: Plan, stage: Stage | None = None) -> None:
         logger.info("%-11s %s", label, text)
     if stage is not None:
         _print_parameters(stage, options.print_trainable)
+
+
+def _describe(dataset: IndexedDataset) -> str:
+    return f"{dataset.prefix} ({format_count(dataset.num_tokens)} tokens, digest {dataset.index_digest[:12]})"
 
 
 def _print_parameters(stage: Stage, each_trainable: bool) -> None:

@@ -12,15 +12,15 @@ from megahedge.config.options import PretrainOptions
 from megahedge.data.blending import parse_data_path
 from megahedge.data.meta import find_split, load_meta
 from megahedge.data.tokenizer import load_tokenizer
-from megahedge.models.families import family_of
-from megahedge.models.hf_weights import TokenIds, save_pretrained
+from megahedge.models.hf_weights import TokenIds, load_config_file, save_pretrained
 from megahedge.models.language_model import LanguageModel
 from megahedge.parallel.initialize import initialize_parameters
+from megahedge.parallel.loss import vocab_parallel_cross_entropy
 from megahedge.parallel.topology import TensorParallel
 from megahedge.stages.base import Stage, plan_run, run_stage
+from megahedge.training.distributed import on_first_rank
 from megahedge.training.engine import TrainingEngine
 from megahedge.utils.errors import InputError
-from megahedge.utils.files import read_json_object
 from megahedge.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -43,7 +43,8 @@ class Pretrain(Stage):
 
     def loss(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Mean cross-entropy in nats per token."""
-        return self.student.token_losses(tokens, labels).mean(), {}
+        logits = self.student(tokens)
+        return vocab_parallel_cross_entropy(logits, labels, self.student.config.vocab_size, self.student.tensor_parallel), {}
 
 
 def pretrain(options: PretrainOptions) -> None:
@@ -55,42 +56,57 @@ def pretrain(options: PretrainOptions) -> None:
     if outcome is None:
         return
     stage, engine, progress = outcome
-    if progress.step == options.train_steps:
+    if progress.finished(options.train_steps):
         _export(stage, engine, tokenizer, plan.run.path / "hf", EXPORT_DTYPES[options.export_dtype])
 
 
 def _read_model_config(path: str) -> ModelConfig:
     if not Path(path).is_file():
         raise InputError(f"--model_config={path} is not a file; give a GPT-NeoX config.json, such as tools/configs/neox-small.json")
-    hf_config = read_json_object(Path(path))
-    return family_of(hf_config).model_config(hf_config)
+    return load_config_file(path)
 
 
 def _find_tokenizer(options: PretrainOptions):
     """The tokenizer to save with the model, and where it came from."""
-    name = options.tokenizer
+    name, revision = options.tokenizer, None
     if name is None:
         prefix = parse_data_path(options.data_path)[0][1]
         find_split(prefix, "train")  # where there is no data at all, that is the thing to say
         meta = load_meta(prefix)
         if meta is None:
             raise InputError(f"--data_path {prefix} does not say which tokenizer made it; give --tokenizer")
-        name = meta.tokenizer_name
-    return load_tokenizer(name), f"--tokenizer {name}"
+        name, revision = meta.tokenizer_name, meta.options.get("tokenizer_revision")
+    return load_tokenizer(name, revision), f"--tokenizer {name}"
 
 
 def _export(stage: Pretrain, engine: TrainingEngine, tokenizer, folder: Path, dtype: torch.dtype) -> None:
     """Write the trained model for transformers, in place of what an earlier start may have written.  Collective; rank 0 writes."""
     tensors = ((name, engine.read_full(name)) for name in engine.parameters)
-    if dist.get_rank() > 0:
-        for _ in tensors:  # take part in the gathering
-            pass
-        return
-    ids = TokenIds(bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id)
-    unfinished = folder.with_name(f".unfinished-{folder.name}")
-    for leftover in (unfinished, folder):
-        shutil.rmtree(leftover, ignore_errors=True)
-    save_pretrained(tensors, stage.student.config, unfinished, dtype, ids)
-    tokenizer.save_pretrained(unfinished)
-    unfinished.rename(folder)
+    error = None
+    if dist.get_rank() == 0:
+        try:
+            _write_folder(tensors, stage.student.config, tokenizer, folder, dtype)
+        except OSError as caught:
+            error = caught
+    for _ in tensors:  # the other ranks, and rank 0 after a failure, take part in the gathering
+        pass
+    on_first_rank(lambda: _raise(error), f"the model could not be written to {folder}")
     logger.info("model written to %s", folder)
+
+
+def _raise(error: OSError | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _write_folder(tensors, config: ModelConfig, tokenizer, folder: Path, dtype: torch.dtype) -> None:
+    """Write the new folder under another name; only when it is whole does it take the old one's place."""
+    unfinished, old = (folder.with_name(f".{word}-{folder.name}") for word in ("unfinished", "old"))
+    for leftover in (unfinished, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    save_pretrained(tensors, config, unfinished, dtype, TokenIds(bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id))
+    tokenizer.save_pretrained(unfinished)
+    if folder.exists():
+        folder.rename(old)
+    unfinished.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)

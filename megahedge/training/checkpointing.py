@@ -4,6 +4,8 @@ The files say nothing of ranks, ZeRO or TP, so any topology reads what any other
 """
 
 import dataclasses
+import functools
+import logging
 from pathlib import Path
 
 import torch.distributed as dist
@@ -11,9 +13,10 @@ from torch import nn
 
 from megahedge.checkpoint.store import Checkpoint, CheckpointWriter, complete_checkpoints, newest_sound, remove_unfinished, rotate
 from megahedge.parallel.sharding import load_parameters
+from megahedge.training.distributed import on_first_rank
 from megahedge.training.engine import MOMENTS, TrainingEngine
 from megahedge.utils.errors import InputError
-from megahedge.utils.logging import get_logger
+from megahedge.utils.logging import get_logger, log_agreed
 
 logger = get_logger(__name__)
 
@@ -32,6 +35,12 @@ class Progress:
     """Steps whose update was applied; AdamW's bias correction counts these."""
     skipped_in_a_row: int = 0
     """Non-finite steps since the last applied one."""
+    evaluation_due: bool = False
+    """The evaluation that belongs to this step was put off, because a stop was asked for and the checkpoint came first."""
+
+    def finished(self, total_steps: int) -> bool:
+        """Whether nothing is left of a run of `total_steps`."""
+        return self.step == total_steps and not self.evaluation_due
 
 
 def save_checkpoint(engine: TrainingEngine, student: nn.Module, root: Path, progress: Progress, record: dict, keep_last: int) -> bool:
@@ -49,7 +58,7 @@ def save_checkpoint(engine: TrainingEngine, student: nn.Module, root: Path, prog
     outcome = [sink.error]
     dist.broadcast_object_list(outcome, src=0)
     if outcome[0] is not None:
-        logger.error("checkpoint at step %d was NOT written: %s; the run goes on with the older ones", progress.step, outcome[0])
+        log_agreed(logger, logging.ERROR, "checkpoint at step %d was NOT written: %s; older ones are untouched", progress.step, outcome[0])
     return outcome[0] is None
 
 
@@ -105,15 +114,17 @@ def find_checkpoint(root: Path) -> Checkpoint | None:
 
     Collective: rank 0 looks and cleans up.  Raises InputError, on every rank, where there are checkpoints but none is sound.
     """
-    found = [None, 0]
-    if dist.get_rank() == 0:
+
+    def look() -> Path | None:
         remove_unfinished(root)
-        newest = newest_sound(root)
-        found = [newest.path if newest else None, len(complete_checkpoints(root))]
-    dist.broadcast_object_list(found, src=0)
-    path, count = found
-    if path is None and count > 0:
-        raise InputError(f"--resume: all {count} checkpoints in {root} are damaged; put a sound one there, or start in a new --output_dir")
+        newest, count = newest_sound(root), len(complete_checkpoints(root))
+        if newest is None and count > 0:
+            raise InputError(
+                f"--resume: all {count} checkpoints in {root} are damaged; put a sound one there, or start in a new --output_dir"
+            )
+        return newest.path if newest else None
+
+    path = on_first_rank(look, f"looking for a checkpoint in {root}")
     return Checkpoint(path) if path else None
 
 
@@ -125,7 +136,7 @@ def load_student(student: nn.Module, checkpoint: Checkpoint) -> None:
 def restore_optimizer(engine: TrainingEngine, checkpoint: Checkpoint, progress: Progress) -> None:
     """Set masters, moments and the update count; the module's own parameters are those of `load_student`."""
     for name in engine.parameters:
-        engine.write_full(name, checkpoint.read("parameters", name))
+        engine.write(name, functools.partial(checkpoint.read, "parameters", name))
         for moment in MOMENTS:
-            engine.write_full(name, checkpoint.read("optimizer", f"{name}.{moment}"), moment)
+            engine.write(name, functools.partial(checkpoint.read, "optimizer", f"{name}.{moment}"), moment)
     engine.set_update_count(progress.updates)

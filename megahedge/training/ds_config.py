@@ -17,6 +17,7 @@ OWNED = {
     "fp16": "--dtype",
     "torch_autocast": "--dtype",
     "data_types": "--dtype",
+    "managed_gradient_accumulation": "the training loop",
 }
 
 
@@ -46,11 +47,13 @@ def merge_ds_config(config: dict, options: TrainOptions, plan: BatchPlan) -> dic
 
     A value of ours that the file sets as well is accepted if it is "auto" or the same, else InputError names our option.
     """
+    _refuse_unsupported(config, options.ds_config)
     ours = {
         "train_batch_size": plan.global_batch_size,
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.accumulation_steps,
         "gradient_clipping": options.clip_grad,
+        "managed_gradient_accumulation": True,
     } | _precision(options.dtype, zero_stage(config))
     for key, option in OWNED.items():
         if key in config and not _agrees(config[key], ours.get(key)):
@@ -58,8 +61,7 @@ def merge_ds_config(config: dict, options: TrainOptions, plan: BatchPlan) -> dic
             there = f"{options.ds_config}: {key}={json.dumps(config[key])}"
             raise InputError(f"{there} belongs to {option} ({wanted}); remove it or say 'auto'")
     rest = {key: value for key, value in config.items() if key not in OWNED}
-    # Our optimizer is a client optimizer that DeepSpeed has no list entry for, and it is a torch one also under offload.
-    return {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "steps_per_print": 10**12} | rest | ours
+    return _defaults(options.dtype) | rest | ours
 
 
 def _precision(dtype: str, stage: int) -> dict:
@@ -70,6 +72,23 @@ def _precision(dtype: str, stage: int) -> dict:
         # DeepSpeed refuses bf16 parameters with fp32 gradient sums at stage 0; autocast over fp32 parameters gives both.
         return {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     return {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+
+
+def _defaults(dtype: str) -> dict:
+    """What a user's file may change.  DeepSpeed would sum bf16 gradients over the ranks in bf16: half the traffic, and less exact."""
+    communication = {"communication_data_type": "fp32"} if dtype == "bf16" else {}
+    # Our optimizer is a client optimizer that DeepSpeed has no list entry for, and it is a torch one also under offload.
+    return {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "steps_per_print": 10**12} | communication
+
+
+def _refuse_unsupported(config: dict, path: str) -> None:
+    """Refuse features whose partitions our checkpoints cannot reach."""
+    zero = config.get("zero_optimization", {})
+    if zero.get("mics_shard_size", -1) > 0:
+        raise InputError(f"{path}: mics_shard_size={zero['mics_shard_size']} is not supported; remove it")
+    for key in ("offload_optimizer", "offload_param"):
+        if zero.get(key, {}).get("device") == "nvme":
+            raise InputError(f"{path}: {key} to nvme is not supported; use device cpu, or no offload")
 
 
 def _agrees(theirs, ours) -> bool:

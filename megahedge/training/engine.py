@@ -6,11 +6,7 @@ may happen, and access to masters and moments in full shape for topology-free ch
 
 import contextlib
 import dataclasses
-import logging
-import os
-import socket
-import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -18,53 +14,12 @@ from torch import Tensor, nn
 
 from megahedge.config.options import BatchPlan, TrainOptions
 from megahedge.data.loader import Batch
-from megahedge.parallel.sharding import shard, unshard
+from megahedge.parallel.sharding import Index, read_shard, unshard
 from megahedge.parallel.topology import Topology
 from megahedge.training.ds_config import load_ds_config, merge_ds_config, zero_stage
 from megahedge.training.optim import build_optimizer
-from megahedge.utils.errors import InputError
-from megahedge.utils.logging import get_logger
-
-logger = get_logger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def init_distributed(tp_size: int) -> Topology:
-    """Join the job that the launcher's environment describes (alone where it describes none) and cut it into TP × DP groups.
-
-    Raises InputError where tp_size does not divide the number of processes; before any process waits for another.
-    """
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    if world_size % tp_size:
-        works = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
-        raise InputError(f"--tp_size={tp_size} does not divide the number of processes {world_size}; use {works}")
-    _quiet_deepspeed()
-    import deepspeed
-
-    if "RANK" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    deepspeed.init_distributed(dist_backend="nccl" if torch.cuda.is_available() else "gloo", auto_mpi_discovery=False)
-    return Topology.create(tp_size)
-
-
-def _quiet_deepspeed() -> None:
-    """Keep DeepSpeed's own log to warnings unless the user has set its level."""
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-    from deepspeed.utils import logger as deepspeed_logger
-
-    # DeepSpeed calls collectives by names that torch 2.13 renames, and warns of it at every one
-    warnings.filterwarnings("ignore", message="`torch.distributed.*` is deprecated", category=FutureWarning)
-    deepspeed_logger.setLevel(os.environ.get("DEEPSPEED_LOG_LEVEL", "WARNING").upper())
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +35,7 @@ class StepResult:
     applied: bool
     """False where the update did not happen: a loss or a gradient was not finite, or DeepSpeed found that their norm is not."""
     bad_samples: list[int]
-    """Sample numbers of the micro-batches with a loss or gradient that is not finite."""
+    """Sample numbers of the micro-batches with a loss or gradient that is not finite; empty where only the sum of gradients overflowed."""
     stop_requested: bool
     """Whether any rank has asked to stop."""
 
@@ -170,15 +125,13 @@ class TrainingEngine:
     def _agree(self, means: Tensor, finite: Tensor, stop_requested: bool) -> tuple[list[float], bool, bool]:
         """One all-reduce a step: mean losses over DP ranks, and whether any rank saw a non-finite value or was asked to stop."""
         flags = torch.stack([~finite, torch.tensor(stop_requested, device=means.device)])
-        packed = torch.cat([means.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0), flags.float()])
+        packed = torch.cat([means, flags.float()])
         dist.all_reduce(packed)
         values = (packed / dist.get_world_size()).tolist()
-        finite_everywhere = values[-2] == 0.0
-        losses = values[:-2] if finite_everywhere else [float("nan")] * len(means)
-        return losses, finite_everywhere, values[-1] > 0.0
+        return values[:-2], values[-2] == 0.0, values[-1] > 0.0
 
     def _gather_bad(self, finite: list[Tensor], positions: list[tuple[int, ...]]) -> list[int]:
-        """Sample numbers of every rank's micro-batches that were not finite; after one bad micro-batch its rank's later sums are too."""
+        """Sample numbers of the micro-batches, on any rank, whose loss or own gradient was not finite."""
         mine = [sample for flag, part in zip(finite, positions, strict=True) if not flag for sample in part]
         gathered = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, mine)
@@ -220,10 +173,10 @@ class TrainingEngine:
         with deepspeed.zero.GatheredParameters([parameter]) if gather else contextlib.nullcontext():
             return self._unshard(parameter, parameter.detach().clone())
 
-    def write_full(self, name: str, full: Tensor, moment: str | None = None) -> None:
-        """Set this rank's part of a master or moment from the whole tensor."""
-        spec = self.parameters[name].shard_spec
-        self._write(name, shard(full, spec, self.topology.tp_rank, self.topology.tp_size).to(self.device), moment)
+    def write(self, name: str, read: Callable[[Index], Tensor], moment: str | None = None) -> None:
+        """Set this rank's part of a master or moment; `read` gives the piece of the whole tensor at an index."""
+        piece = read_shard(read, self.parameters[name].shard_spec, self.topology.tp_rank, self.topology.tp_size)
+        self._write(name, piece.to(self.device, torch.float32), moment)
 
     def _read(self, name: str, moment: str | None) -> Tensor:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state

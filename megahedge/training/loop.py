@@ -1,6 +1,7 @@
 """The training loop that every stage runs in: step, measure, evaluate, save, stop when asked."""
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable
 
@@ -12,14 +13,14 @@ from megahedge.data.loader import BatchLoader
 from megahedge.evaluation.perplexity import Perplexity
 from megahedge.training.checkpointing import Progress, save_checkpoint
 from megahedge.training.engine import StepResult, TrainingEngine
-from megahedge.training.metrics import MetricsLog
+from megahedge.training.metrics import MetricsLog, finite_or_none
 from megahedge.training.optim import learning_rate
 from megahedge.training.run_folder import RunFolder
 from megahedge.training.signals import StopSignal
 from megahedge.utils.errors import RunError
 from megahedge.utils.files import write_json
-from megahedge.utils.logging import get_logger
-from megahedge.utils.progress import Progress as ProgressBar
+from megahedge.utils.logging import get_logger, log_agreed
+from megahedge.utils.progress import ProgressBar
 from megahedge.utils.units import format_seconds
 
 logger = get_logger(__name__)
@@ -58,8 +59,9 @@ def train(job: Job, progress: Progress) -> Progress:
     last_step = min(total_steps, options.stop_after or total_steps)
     measured = None
     with StopSignal() as stop:
-        if progress.step == 0:
-            _evaluate(job, 0)
+        if progress.step == 0 or progress.evaluation_due:
+            measured = _evaluate(job, progress.step)
+            progress = dataclasses.replace(progress, evaluation_due=False)
         while progress.step < last_step:
             step = progress.step + 1
             # dropout and the like draw from a state that is a function of the step, so a restart needs no saved generators
@@ -73,18 +75,28 @@ def train(job: Job, progress: Progress) -> Progress:
             if step % options.log_interval == 0 or step == total_steps:
                 _log_step(job, progress, result, lr, time.monotonic() - step_started)
             bar.update(options.tokens_per_step, loss=f"{result.loss:.4f}", step=f"{step}/{total_steps}")
-            if step % options.eval_interval == 0 or step == total_steps:
-                measured = _evaluate(job, step)
-            if result.stop_requested or step % options.save_interval == 0 or step == last_step:
-                save_checkpoint(job.engine, job.student, job.run.checkpoints, progress, job.record, options.keep_last)
-            if result.stop_requested:
-                logger.warning("asked to stop by a signal: saved at step %d; --resume goes on from there", step)
+            evaluate_now = step % options.eval_interval == 0 or step == total_steps
+            if result.stop_requested:  # whoever asks gives little time: the checkpoint first, the evaluation after the resume
+                progress = dataclasses.replace(progress, evaluation_due=evaluate_now)
+                _save(job, progress, needed=True)
+                log_agreed(logger, logging.WARNING, "asked to stop by a signal: saved at step %d; --resume goes on from there", step)
                 break
+            if evaluate_now:
+                measured = _evaluate(job, step)
+            if step % options.save_interval == 0 or step == last_step:
+                _save(job, progress, needed=step == last_step)
     bar.close()
     logger.info("step %d of %d after %s", progress.step, total_steps, format_seconds(time.monotonic() - started))
-    if progress.step == total_steps:
+    if progress.finished(total_steps):
         _write_summary(job, progress, measured or job.evaluate())
     return progress
+
+
+def _save(job: Job, progress: Progress, needed: bool) -> None:
+    """Write a checkpoint.  Raises RunError if one that the run ends on could not be written."""
+    written = save_checkpoint(job.engine, job.student, job.run.checkpoints, progress, job.record, job.options.keep_last)
+    if needed and not written:
+        raise RunError(f"the run ends at step {progress.step} and its checkpoint could not be written; --resume goes on from an older one")
 
 
 def _advance(progress: Progress, result: StepResult, options: TrainOptions) -> Progress:
@@ -98,16 +110,19 @@ def _advance(progress: Progress, result: StepResult, options: TrainOptions) -> P
 
 
 def _report_skipped(progress: Progress, result: StepResult) -> None:
-    logger.warning(
+    samples = result.bad_samples or "not known, as only the sum of the gradients overflowed"
+    log_agreed(
+        logger,
+        logging.WARNING,
         "step %d: loss or gradient is not finite; the update is skipped (%d skipped so far, %d in a row); samples %s",
         progress.step,
         progress.step - progress.updates,
         progress.skipped_in_a_row,
-        result.bad_samples,
+        samples,
     )
     if progress.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
         raise RunError(
-            f"{MAX_SKIPPED_IN_A_ROW} steps in a row had a loss or gradient that is not finite, the last with samples {result.bad_samples}; "
+            f"{MAX_SKIPPED_IN_A_ROW} steps in a row had a loss or gradient that is not finite, the last with samples {samples}; "
             f"lower --lr, raise --warmup_fraction, or try --dtype fp32; the last checkpoint is untouched"
         )
 
@@ -141,12 +156,9 @@ def _evaluate(job: Job, step: int) -> Perplexity:
 def _write_summary(job: Job, progress: Progress, measured: Perplexity) -> None:
     if dist.get_rank() > 0:
         return
-    write_json(
-        job.run.summary_file,
-        {
-            **dataclasses.asdict(progress),
-            "validation_loss": measured.loss,
-            "validation_perplexity": measured.token_perplexity,
-            "validation_tokens": measured.tokens,
-        },
-    )
+    figures = {
+        "validation_loss": measured.loss,
+        "validation_perplexity": measured.token_perplexity,
+        "validation_tokens": measured.tokens,
+    }
+    write_json(job.run.summary_file, dataclasses.asdict(progress) | finite_or_none(figures))

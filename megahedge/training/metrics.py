@@ -9,6 +9,9 @@ from pathlib import Path
 
 from megahedge.utils.errors import InputError
 from megahedge.utils.files import atomic_write
+from megahedge.utils.logging import get_logger
+
+logger = get_logger(__name__)
 
 # What differs between two runs of the same computation.
 TIMING_KEYS = ("tokens_per_second", "elapsed_seconds")
@@ -22,6 +25,11 @@ def read_metrics(path: Path) -> list[dict]:
     return [json.loads(line) for line in lines[:-1]]
 
 
+def finite_or_none(values: dict) -> dict:
+    """The same with None for NaN and infinities, which JSON does not know."""
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
 def check_wandb(project: str | None) -> None:
     """Raise InputError where Weights & Biases is asked for and not installed."""
     if project is not None and importlib.util.find_spec("wandb") is None:
@@ -31,15 +39,17 @@ def check_wandb(project: str | None) -> None:
 class MetricsLog:
     """Appends one JSON object a line.  Made on rank 0 only.
 
-    On resume, lines after `resumed_step` belong to steps that will be run again and are dropped.
+    On resume, lines after `resumed_step` belong to steps that will be run again and are dropped; so is the evaluation at that step if
+    it will be made again (`evaluation_due`, or a start at step 0).  A disk that refuses a line ends the log, not the run.
     """
 
-    def __init__(self, path: Path, resumed_step: int):
-        # a run that starts over at step 0 evaluates there again
-        kept = [line for line in read_metrics(path) if line["step"] <= resumed_step] if resumed_step > 0 else []
+    def __init__(self, path: Path, resumed_step: int, evaluation_due: bool = False):
+        again = evaluation_due or resumed_step == 0
+        kept = [line for line in read_metrics(path) if (line["step"], again and line["kind"] == "eval") <= (resumed_step, False)]
         with atomic_write(path, "w") as handle:
             handle.writelines(json.dumps(line) + "\n" for line in kept)
         self._handle = open(path, "a", encoding="utf-8")  # noqa: SIM115 (lives as long as the run)
+        self._path = path
         self._wandb = None
 
     def start_wandb(self, project: str, name: str, config: dict, id_file: Path) -> None:
@@ -57,14 +67,19 @@ class MetricsLog:
 
     def write(self, kind: str, step: int, values: dict[str, float]) -> None:
         """Append one line: kind is `train` or `eval`; a value that is not finite is null there."""
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}  # JSON knows no NaN
-        self._handle.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")
-        self._handle.flush()
+        if self._handle is not None:
+            try:
+                self._handle.write(json.dumps({"kind": kind, "step": step, **finite_or_none(values)}) + "\n")
+                self._handle.flush()
+            except OSError as error:
+                logger.error("%s can no longer be written (%s); the run goes on without it", self._path, error)
+                self._handle = None
         if self._wandb is not None:
             self._wandb.log({f"{kind}/{name}": value for name, value in values.items()}, step=step)
 
     def close(self) -> None:
         """Close the file and the Weights & Biases run."""
-        self._handle.close()
+        if self._handle is not None:
+            self._handle.close()
         if self._wandb is not None:
             self._wandb.finish()

@@ -6,10 +6,9 @@ checkpoints/     see megahedge/checkpoint/store.py
 summary.json     final figures, written when the run has used its budget
 """
 
+import contextlib
 import dataclasses
-import importlib.metadata
 import platform
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,15 +16,16 @@ from pathlib import Path
 from megahedge.checkpoint.store import complete_checkpoints
 from megahedge.config.options import TrainOptions
 from megahedge.utils.errors import InputError
-from megahedge.utils.files import is_temporary_file, read_json, remove_temporary_files, write_json
+from megahedge.utils.files import file_lock, is_temporary_file, read_json, remove_temporary_files, write_json
+from megahedge.utils.versions import code_version, package_versions
 
 # What another topology, machine or watcher may change on resume: nothing of it enters the mathematics of a step.
+# Where data, tokenizer and model config lie may change too: what they are is compared by content, with the checkpoint.
 MAY_CHANGE = {
     "output_dir", "ds_config", "micro_batch_size", "tp_size", "activation_checkpointing", "log_interval", "eval_interval", "save_interval",
-    "keep_last", "resume", "dry_run", "print_trainable", "stop_after", "wandb_project", "run_name", "eval_tokens",
+    "keep_last", "resume", "dry_run", "print_trainable", "stop_after", "wandb_project", "run_name", "eval_tokens", "export_dtype",
+    "data_path", "val_data_path", "tokenizer", "model_config",
 }  # fmt: skip
-
-PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "safetensors", "numpy", "mamba-ssm", "causal-conv1d", "triton", "wandb")
 
 
 class RunFolder:
@@ -37,6 +37,7 @@ class RunFolder:
         self.metrics_file = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.summary_file = self.path / "summary.json"
+        self._lock_file = self.path / ".lock"
 
     def check(self, options: TrainOptions) -> None:
         """Refuse to write over another run, or to resume one under options that would make it another.
@@ -46,7 +47,7 @@ class RunFolder:
         if self.path.exists() and not self.path.is_dir():
             raise InputError(f"--output_dir={self.path} is a file; name a folder")
         if not self.record_file.is_file():
-            if self.path.is_dir() and not all(map(is_temporary_file, self.path.iterdir())):
+            if self.path.is_dir() and not all(path == self._lock_file or is_temporary_file(path) for path in self.path.iterdir()):
                 raise InputError(f"--output_dir={self.path} is not empty and holds no run; name another folder")
             return
         if not options.resume:
@@ -59,6 +60,18 @@ class RunFolder:
         if changed:
             pairs = ", ".join(f"--{name} {before[name]} (now {now[name]})" for name in changed)
             raise InputError(f"--resume of {self.path}: the run was started with {pairs}; use these again, or a new --output_dir")
+
+    @contextlib.contextmanager
+    def locked(self):
+        """Hold the folder against other jobs; rank 0 does.  The system frees it when the process ends, however it ends.
+
+        Raises InputError where another job holds it, as when a requeued job starts before its predecessor has gone.
+        """
+        try:
+            with file_lock(self._lock_file, blocking=False):
+                yield
+        except BlockingIOError:
+            raise InputError(f"--output_dir={self.path} is in use by another job; wait for it to end, or name another folder") from None
 
     def read_record(self) -> dict:
         """Contents of run.json.  Raises InputError if it cannot be read."""
@@ -90,27 +103,3 @@ def _plain(value):
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def code_version() -> dict[str, str | None]:
-    """Version of megahedge and, in a git checkout, its commit with `-dirty` where files differ from it."""
-    import megahedge
-
-    folder = Path(megahedge.__file__).parent
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        commit = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        commit = None
-    return {"version": megahedge.__version__, "git_commit": commit}
-
-
-def package_versions() -> dict[str, str | None]:
-    """Installed versions of the packages that can change a result; None for those that are absent."""
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    return versions

@@ -1,10 +1,10 @@
-"""The one exception that a user is meant to read."""
+"""The exceptions that a user is meant to read."""
 
 
 class InputError(ValueError):
     """A bad option, config or input file.  The message names the option, its value and what would work.
 
-    Command-line entry points print it as one line and exit with status 2 (`megahedge.utils.cli.run`);
+    Command-line entry points print it as one line and exit with status 2 (`megahedge.utils.cli.run_main`);
     any other exception is a fault of ours and keeps its traceback.
     """
 

@@ -28,6 +28,12 @@ def _configure() -> None:
     root.setLevel(logging.INFO if global_rank() == 0 else logging.WARNING)
 
 
+def log_agreed(logger: logging.Logger, level: int, message: str, *arguments) -> None:
+    """Log an event that every rank knows of, once per job."""
+    if global_rank() == 0:
+        logger.log(level, message, *arguments)
+
+
 @functools.cache
 def log_once(logger: logging.Logger, level: int, message: str) -> None:
     """Log `message` the first time that this process meets it."""

@@ -10,7 +10,7 @@ from megahedge.utils.units import format_count, format_seconds
 PLAIN_INTERVAL_SECONDS = 10.0
 
 
-class Progress:
+class ProgressBar:
     """Counts units of work (tokens, documents) towards a total, on stderr.
 
     With `enabled` false (all ranks but the first) it prints nothing.

@@ -1,0 +1,84 @@
+"""Joining a job, and what its ranks must do together or not at all."""
+
+import datetime
+import logging
+import os
+import socket
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from megahedge.parallel.topology import Topology
+from megahedge.utils.errors import InputError, RunError
+from megahedge.utils.words import divisors, either
+
+# Long enough for rank 0 to digest a checkpoint of a large model while the others wait for its verdict.
+TIMEOUT = datetime.timedelta(hours=1)
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def init_distributed(tp_size: int) -> Topology:
+    """Join the job that the launcher's environment describes (alone where it describes none) and cut it into TP × DP groups.
+
+    Raises InputError where tp_size does not divide the number of processes, or the environment is incomplete; before any process
+    waits for another.
+    """
+    given = [name for name in LAUNCHER_VARIABLES if name in os.environ]
+    if "RANK" in given and len(given) < len(LAUNCHER_VARIABLES):
+        missing = ", ".join(name for name in LAUNCHER_VARIABLES if name not in given)
+        raise InputError(f"RANK is set without {missing}; start with the deepspeed launcher or torchrun, or set them all")
+    if "RANK" not in given:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size % tp_size:
+        raise InputError(f"--tp_size={tp_size} does not divide the number of processes {world_size}; use {either(divisors(world_size))}")
+    _quiet_deepspeed()
+    import deepspeed
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=TIMEOUT)
+    return Topology.create(tp_size)
+
+
+def _quiet_deepspeed() -> None:
+    """Let DeepSpeed use the device that we use, and keep its own log to warnings unless the user has set its level."""
+    os.environ["DS_ACCELERATOR"] = "cuda" if torch.cuda.is_available() else "cpu"
+    from deepspeed.utils import logger as deepspeed_logger
+
+    # DeepSpeed calls collectives by names that torch 2.13 renames, and warns of it at every one
+    warnings.filterwarnings("ignore", message="`torch.distributed.*` is deprecated", category=FutureWarning)
+    deepspeed_logger.setLevel(os.environ.get("DEEPSPEED_LOG_LEVEL", "WARNING").upper())
+    # our optimizer is torch's AdamW with a gate, and tested under every stage
+    deepspeed_logger.addFilter(lambda record: "untested optimizer" not in record.getMessage())
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def on_first_rank(action: Callable[[], object], doing: str):
+    """Run `action` on rank 0 alone and give every rank its result, or raise on every rank what it raised there.  Collective.
+
+    Without this a rank 0 that fails leaves the others waiting in their next collective.  `doing` names the action in the message of
+    an OSError, which becomes a RunError.
+    """
+    result, error = None, None
+    if dist.get_rank() == 0:
+        try:
+            result = action()
+        except (InputError, RunError) as caught:
+            error = caught
+        except OSError as caught:
+            error = RunError(f"{doing}: {caught}")
+    outcome = [result, error]
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
