@@ -94,16 +94,18 @@ class Checkpoint:
         self.path = path
         try:
             manifest = read_json(path / MANIFEST)
+            written = manifest["format"]
+            if written != FORMAT:  # before anything else, as another version may have other keys
+                raise UnknownFormatError(f"checkpoint {path} has format {written}; this version reads format {FORMAT}")
             self.step: int = manifest["step"]
             self.record: dict = manifest["record"]
             self._files: dict = manifest["files"]
             self._tensors: dict = manifest["tensors"]
             self._manifest = manifest
-            written = manifest["format"]
+        except UnknownFormatError:
+            raise
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"checkpoint {path} has no readable {MANIFEST}: {error}") from None
-        if written != FORMAT:
-            raise UnknownFormatError(f"checkpoint {path} has format {written}; this version reads format {FORMAT}")
 
     def names(self, group: str) -> list[str]:
         """Names of the tensors of a group, in the order in which they were added."""
@@ -114,10 +116,10 @@ class Checkpoint:
 
         Raises InputError naming the first file that differs or cannot be read.
         """
-        wanted = set(self._files) if groups is None else {file for group in groups for file in self._tensors.get(group, {}).values()}
         rest = {key: value for key, value in self._manifest.items() if key != "sha256"}
         if self._manifest.get("sha256") != _manifest_digest(rest):
             raise InputError(f"checkpoint {self.path}: {MANIFEST} does not have the digest that was written")
+        wanted = set(self._files) if groups is None else {file for group in groups for file in self._tensors.get(group, {}).values()}
         for file in sorted(wanted):
             try:
                 self._verify_file(file, self._files[file])

@@ -33,6 +33,7 @@ from megahedge.utils.units import format_count, format_seconds
 
 _CHUNKS_IN_FLIGHT = 4  # per worker; with chunks of a megabyte this bounds the memory
 _PROGRESS_SECONDS = 10
+_CONTENT_OPTIONS = ("tokenizer_revision", "text_key", "val_fraction", "seed", "append_eod", "on_bad_line")
 
 logger = get_logger(__name__)
 
@@ -132,10 +133,7 @@ def preprocess(config: PreprocessConfig) -> DatasetMeta:
             splits=totals.split_metas(),
             skipped=dict(sorted(totals.skipped.items())),
             source=[source.record() for source in sources],
-            options={
-                name: getattr(config, name)
-                for name in ("tokenizer_revision", "text_key", "val_fraction", "seed", "append_eod", "on_bad_line")
-            },
+            options={name: getattr(config, name) for name in _CONTENT_OPTIONS},
         )
         _publish(config.output_prefix, writers, meta)
     _report(config.output_prefix, meta, time.monotonic() - started)

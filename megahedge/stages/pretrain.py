@@ -86,7 +86,7 @@ def _export(stage: Pretrain, engine: TrainingEngine, tokenizer, folder: Path, dt
     if dist.get_rank() == 0:
         try:
             _write_folder(tensors, stage.student.config, tokenizer, folder, dtype)
-        except OSError as caught:
+        except Exception as caught:
             error = caught
     for _ in tensors:  # the other ranks, and rank 0 after a failure, take part in the gathering
         pass
@@ -94,7 +94,7 @@ def _export(stage: Pretrain, engine: TrainingEngine, tokenizer, folder: Path, dt
     logger.info("model written to %s", folder)
 
 
-def _raise(error: OSError | None) -> None:
+def _raise(error: Exception | None) -> None:
     if error is not None:
         raise error
 
@@ -104,9 +104,12 @@ def _write_folder(tensors, config: ModelConfig, tokenizer, folder: Path, dtype: 
     unfinished, old = (folder.with_name(f".{word}-{folder.name}") for word in ("unfinished", "old"))
     for leftover in (unfinished, old):
         shutil.rmtree(leftover, ignore_errors=True)
-    save_pretrained(tensors, config, unfinished, dtype, TokenIds(bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id))
-    tokenizer.save_pretrained(unfinished)
-    if folder.exists():
-        folder.rename(old)
-    unfinished.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    try:
+        save_pretrained(tensors, config, unfinished, dtype, TokenIds(bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id))
+        tokenizer.save_pretrained(unfinished)
+        if folder.exists():
+            folder.rename(old)
+        unfinished.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)  # a full disk should not stay so because of half a model

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from megahedge.parallel.topology import Topology
 from megahedge.utils.errors import InputError, RunError
@@ -17,6 +18,8 @@ from megahedge.utils.words import divisors, either
 # Long enough for rank 0 to digest a checkpoint of a large model while the others wait for its verdict.
 TIMEOUT = datetime.timedelta(hours=1)
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+FOR_USERS = (InputError, RunError)
+DISK_ERRORS = (OSError, SafetensorError)  # safetensors tells of a full disk by an exception of its own
 
 
 def init_distributed(tp_size: int) -> Topology:
@@ -25,12 +28,8 @@ def init_distributed(tp_size: int) -> Topology:
     Raises InputError where tp_size does not divide the number of processes, or the environment is incomplete; before any process
     waits for another.
     """
-    given = [name for name in LAUNCHER_VARIABLES if name in os.environ]
-    if "RANK" in given and len(given) < len(LAUNCHER_VARIABLES):
-        missing = ", ".join(name for name in LAUNCHER_VARIABLES if name not in given)
-        raise InputError(f"RANK is set without {missing}; start with the deepspeed launcher or torchrun, or set them all")
-    if "RANK" not in given:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    if not dist.is_initialized():
+        _complete_environment()
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size % tp_size:
         raise InputError(f"--tp_size={tp_size} does not divide the number of processes {world_size}; use {either(divisors(world_size))}")
@@ -42,6 +41,16 @@ def init_distributed(tp_size: int) -> Topology:
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=TIMEOUT)
     return Topology.create(tp_size)
+
+
+def _complete_environment() -> None:
+    """Describe a job of one process where nothing describes a job."""
+    missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
+    if "RANK" in missing and os.environ.get("WORLD_SIZE", "1") == "1":
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    elif missing:
+        given = "WORLD_SIZE" if "RANK" in missing else "RANK"
+        raise InputError(f"{given} is set without {', '.join(missing)}; start with the deepspeed launcher or torchrun, or set them all")
 
 
 def _quiet_deepspeed() -> None:
@@ -64,21 +73,23 @@ def _free_port() -> int:
 
 
 def on_first_rank(action: Callable[[], object], doing: str):
-    """Run `action` on rank 0 alone and give every rank its result, or raise on every rank what it raised there.  Collective.
+    """Run `action` on rank 0 alone and give every rank its result, or raise on every rank where it fails there.  Collective.
 
-    Without this a rank 0 that fails leaves the others waiting in their next collective.  `doing` names the action in the message of
-    an OSError, which becomes a RunError.
+    Without this a rank 0 that fails leaves the others waiting in their next collective.  InputError and RunError arrive as they are;
+    what a disk does becomes a RunError that names the action, `doing`.  Anything else is a fault of ours: rank 0 raises it with its
+    traceback, the others a RunError.
     """
     result, error = None, None
     if dist.get_rank() == 0:
         try:
             result = action()
-        except (InputError, RunError) as caught:
+        except Exception as caught:
             error = caught
-        except OSError as caught:
-            error = RunError(f"{doing}: {caught}")
-    outcome = [result, error]
+    told = error if error is None or isinstance(error, FOR_USERS) else RunError(f"{doing}: {error}")
+    outcome = [result, told]
     dist.broadcast_object_list(outcome, src=0)
+    if error is not None and not isinstance(error, FOR_USERS + DISK_ERRORS):
+        raise error
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]

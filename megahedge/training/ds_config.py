@@ -36,7 +36,9 @@ def load_ds_config(path: str) -> dict:
 def zero_stage(config: dict) -> int:
     """ZeRO stage that a DeepSpeed configuration asks for; 0 where it says nothing.  Raises InputError for what is no stage."""
     section = config.get("zero_optimization", {})
-    stage = section.get("stage", 0) if isinstance(section, dict) else section
+    if not isinstance(section, dict):
+        raise InputError(f'zero_optimization in --ds_config is {json.dumps(section)}; say {{"stage": N}}, and use 0, 1, 2 or 3')
+    stage = section.get("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise InputError(f"zero_optimization in --ds_config asks for stage {json.dumps(stage)}; use 0, 1, 2 or 3")
     return stage
@@ -47,6 +49,7 @@ def merge_ds_config(config: dict, options: TrainOptions, plan: BatchPlan) -> dic
 
     A value of ours that the file sets as well is accepted if it is "auto" or the same, else InputError names our option.
     """
+    stage = zero_stage(config)
     _refuse_unsupported(config, options.ds_config)
     ours = {
         "train_batch_size": plan.global_batch_size,
@@ -54,7 +57,7 @@ def merge_ds_config(config: dict, options: TrainOptions, plan: BatchPlan) -> dic
         "gradient_accumulation_steps": plan.accumulation_steps,
         "gradient_clipping": options.clip_grad,
         "managed_gradient_accumulation": True,
-    } | _precision(options.dtype, zero_stage(config))
+    } | _precision(options.dtype, stage)
     for key, option in OWNED.items():
         if key in config and not _agrees(config[key], ours.get(key)):
             wanted = f"here {json.dumps(ours[key])}" if key in ours else "not to be set in the file"
@@ -84,10 +87,10 @@ def _defaults(dtype: str) -> dict:
 def _refuse_unsupported(config: dict, path: str) -> None:
     """Refuse features whose partitions our checkpoints cannot reach."""
     zero = config.get("zero_optimization", {})
-    if zero.get("mics_shard_size", -1) > 0:
-        raise InputError(f"{path}: mics_shard_size={zero['mics_shard_size']} is not supported; remove it")
+    if zero.get("mics_shard_size", -1) != -1:
+        raise InputError(f"{path}: mics_shard_size={json.dumps(zero['mics_shard_size'])} is not supported; remove it")
     for key in ("offload_optimizer", "offload_param"):
-        if zero.get(key, {}).get("device") == "nvme":
+        if isinstance(zero.get(key), dict) and zero[key].get("device") == "nvme":
             raise InputError(f"{path}: {key} to nvme is not supported; use device cpu, or no offload")
 
 

@@ -39,13 +39,14 @@ def check_wandb(project: str | None) -> None:
 class MetricsLog:
     """Appends one JSON object a line.  Made on rank 0 only.
 
-    On resume, lines after `resumed_step` belong to steps that will be run again and are dropped; so is the evaluation at that step if
-    it will be made again (`evaluation_due`, or a start at step 0).  A disk that refuses a line ends the log, not the run.
+    On resume, lines after `resumed_step` belong to steps that will be run again and are dropped, at step 0 all lines; so is the
+    evaluation at that step if it will be made again (`evaluation_due`).  A disk that refuses a line ends the log, not the run.
     """
 
     def __init__(self, path: Path, resumed_step: int, evaluation_due: bool = False):
-        again = evaluation_due or resumed_step == 0
-        kept = [line for line in read_metrics(path) if (line["step"], again and line["kind"] == "eval") <= (resumed_step, False)]
+        kept = [line for line in read_metrics(path) if line["step"] <= resumed_step] if resumed_step > 0 else []
+        if evaluation_due:
+            kept = [line for line in kept if (line["kind"], line["step"]) != ("eval", resumed_step)]
         with atomic_write(path, "w") as handle:
             handle.writelines(json.dumps(line) + "\n" for line in kept)
         self._handle = open(path, "a", encoding="utf-8")  # noqa: SIM115 (lives as long as the run)

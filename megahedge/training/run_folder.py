@@ -67,11 +67,12 @@ class RunFolder:
 
         Raises InputError where another job holds it, as when a requeued job starts before its predecessor has gone.
         """
-        try:
-            with file_lock(self._lock_file, blocking=False):
-                yield
-        except BlockingIOError:
-            raise InputError(f"--output_dir={self.path} is in use by another job; wait for it to end, or name another folder") from None
+        with contextlib.ExitStack() as held:
+            try:
+                held.enter_context(file_lock(self._lock_file, blocking=False))
+            except BlockingIOError:
+                raise InputError(f"--output_dir={self.path} is in use by another job; wait for it to end, or name another folder") from None
+            yield
 
     def read_record(self) -> dict:
         """Contents of run.json.  Raises InputError if it cannot be read."""

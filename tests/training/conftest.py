@@ -5,7 +5,18 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import run_distributed
-from tests.training.runs import Poison, Run, arguments, ds_config, make_inputs, make_runs
+from tests.training.runs import (
+    STEPS,
+    Poison,
+    PretrainReleased,
+    PretrainWithOddMetrics,
+    PretrainWithUnusedParameter,
+    Run,
+    arguments,
+    ds_config,
+    make_inputs,
+    make_runs,
+)
 
 ZERO = ("zero0", "zero1", "zero2", "zero3")
 OFFLOAD = ("zero2_offload", "zero3_offload")
@@ -49,14 +60,52 @@ def _tp2(name: str, **changes) -> Run:
     return Run(f"{name}-tp2", {"ds_config": ds_config(name), "tp_size": 2} | changes)
 
 
+def _stopped(name: str, step: int) -> list[Run]:
+    """A run that is asked to stop in the step, and a copy of it that goes on."""
+    changes = {"save_interval": 1000}
+    return [
+        Run(name, changes, stop_in_step=step),
+        Run(f"{name}-resumed", changes | {"resume": True}, copied_from=name, crashed_after=None),
+    ]
+
+
+RELEASED = tuple(
+    f"released-{cut}-{ends}-{kept}" for cut in ("dp2", "tp2") for ends in ("untied", "tied") for kept in ("kept", "recomputed")
+)
+"""Ten steps under a ZeRO-3 that keeps no parameter whole: how two processes share it, its embeddings, its activations."""
+RELEASED_FAST = ("released-dp2-untied-recomputed", "released-tp2-tied-kept")
+
+
+def _released(inputs: Path, cut: str, fast: bool) -> list[Run]:
+    """Those runs of a cut that are of the fast tier, or the others; each with a copy of it that goes on from step 5."""
+    runs = []
+    for name in RELEASED:
+        _, its_cut, ends, kept = name.split("-")
+        changes = {
+            "ds_config": str(inputs / "zero3_released.json"),
+            "tp_size": 2 if cut == "tp2" else 1,
+            "model_config": str(inputs / ("tied.json" if ends == "tied" else "model.json")),
+            "activation_checkpointing": kept == "recomputed",
+            "stop_after": 10,
+            "save_interval": 5,
+        }
+        if its_cut == cut and (name in RELEASED_FAST) == fast:
+            runs.append(Run(name, changes, stage=PretrainReleased))
+            runs.append(Run(f"{name}-resumed", changes | {"resume": True}, copied_from=name, crashed_after=5))
+    return runs
+
+
 def _fast_one(inputs: Path) -> list[Run]:
     runs = [Run(name, {"ds_config": ds_config(name)}) for name in ZERO]
     runs += [Run(name, {"ds_config": ds_config(name), "stop_after": 10}) for name in OFFLOAD]
     runs.append(Run("recomputing", {"stop_after": 10, "activation_checkpointing": True}))
+    runs.append(Run("tied", {"stop_after": 10, "model_config": str(inputs / "tied.json")}))
     runs.append(Run("moving-start", {"run": "moving", "ds_config": ds_config("zero3"), "stop_after": 6}))
     runs += [*_halves("zero1"), *_halves("zero3"), *_bf16("zero1"), *_bf16("zero3")]
     for name in ("zero1", "zero3"):
-        runs.append(Run(f"{name}-unused", {"ds_config": ds_config(name)}, unused_parameter=True, expected_error="got no gradient"))
+        runs.append(
+            Run(f"{name}-unused", {"ds_config": ds_config(name)}, stage=PretrainWithUnusedParameter, expected_error="got no gradient")
+        )
     return runs
 
 
@@ -65,25 +114,35 @@ def _slow_one(inputs: Path) -> list[Run]:
 
 
 def _fast_two(inputs: Path) -> list[Run]:
-    runs = [Run(f"{name}-dp2", {"ds_config": ds_config(name), "stop_after": 10}) for name in ZERO]
+    runs = [Run(f"{name}-dp2", {"ds_config": ds_config(name)} | ({} if name == "zero1" else {"stop_after": 10})) for name in ZERO]
     runs += [*_poisoned("zero1"), *_poisoned("zero3"), *_odd(inputs, "zero3")]
     ten_bad = Poison(("loss",), tuple(range(4, 20)), rank=1)
     runs.append(Run("all-bad", {"ds_config": ds_config("zero2")}, poison=ten_bad, expected_error="10 steps in a row"))
     runs.append(Run("disk-full", {"save_interval": 2, "stop_after": 6}, failing_save=4))  # two files a save: the second save's second
+    last_save = {"save_interval": 3, "stop_after": 6}
+    runs.append(Run("last-save-lost", last_save, failing_save=4, expected_error="its checkpoint could not be written"))
+    runs.append(Run("odd-metrics", {"stop_after": 6}, stage=PretrainWithOddMetrics, failing_metrics=5))  # a first evaluation, 3 steps
+    runs += [*_stopped("stopped-at-10", 10), *_stopped("stopped-at-end", STEPS)]
+    lost = {"failing_export": True, "expected_error": "the model could not be written"}
+    runs.append(Run("export-lost", {"resume": True}, copied_from="zero1-dp2", crashed_after=None, **lost))
+    runs += _released(inputs, "dp2", fast=True)
     runs.append(Run("moving-on", {"run": "moving", "ds_config": ds_config("zero1"), "resume": True, "stop_after": 13}))
     # tensor parallelism comes last, because DeepSpeed keeps an mpu for as long as the process lives
     runs += [_tp2("zero0", stop_after=10), *_with_resumed(_tp2("zero1")), _tp2("zero2", stop_after=10), _tp2("zero3", stop_after=10)]
     runs.append(Run("moving-end", {"run": "moving", "ds_config": ds_config("zero2"), "resume": True, "tp_size": 2}))
+    runs += _released(inputs, "tp2", fast=True)
     return runs
 
 
 def _slow_two(inputs: Path) -> list[Run]:
     runs = [*_poisoned("zero0"), *_poisoned("zero2"), *_odd(inputs, "zero0"), *_odd(inputs, "zero1"), *_odd(inputs, "zero2")]
+    runs += _released(inputs, "dp2", fast=False)
     for name in ("zero0", "zero2", "zero3"):
         run = _tp2(name)
         runs += _with_resumed(Run(f"{name}-tp2-long", run.changes))
     poison = Poison(("loss", "gradient"), SKIPPED, rank=1)
     runs.append(Run("tp2-poisoned", {"tp_size": 2, "save_interval": 2, "stop_after": 6}, poison=poison))
+    runs += _released(inputs, "tp2", fast=False)
     return runs
 
 

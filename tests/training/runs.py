@@ -1,26 +1,34 @@
 """Tiny runs for the tests: a corpus, its tokenizer, a model of 20,000 parameters, and worlds that train it many times over."""
 
+import contextlib
 import dataclasses
+import itertools
 import json
+import os
 import shutil
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import tokenizers
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
+from megahedge.checkpoint import store
 from megahedge.checkpoint.store import Checkpoint
 from megahedge.config.options import PretrainOptions
 from megahedge.data.indexed_dataset import IndexedDatasetWriter
 from megahedge.data.meta import DatasetMeta, SplitMeta, tokenizer_digest, write_meta
 from megahedge.data.tokenizer import load_tokenizer
-from megahedge.models.families import family_of
+from megahedge.models import hf_weights
+from megahedge.models.hf_weights import load_config_file
 from megahedge.parallel.sharding import Init, declare_parameter
 from megahedge.stages.base import plan_run, run_stage
 from megahedge.stages.pretrain import Pretrain, pretrain
-from megahedge.training.metrics import TIMING_KEYS, read_metrics
-from megahedge.utils.files import read_json
+from megahedge.training import loop
+from megahedge.training.metrics import TIMING_KEYS, MetricsLog, read_metrics
 
 REPOSITORY = Path(__file__).parents[2]
 VOCAB_SIZE = 97
@@ -45,9 +53,13 @@ MODEL = {
 
 
 def make_inputs(folder: Path) -> None:
-    """data_{train,val}.{bin,idx}, data.meta.json, model.json and a folder `tokenizer`."""
+    """data_{train,val}.{bin,idx}, data.meta.json, configs of models and of DeepSpeed, and a folder `tokenizer`."""
     make_tokenizer(folder / "tokenizer", VOCAB_SIZE)
     (folder / "model.json").write_text(json.dumps(MODEL))
+    (folder / "tied.json").write_text(json.dumps(MODEL | {"tie_word_embeddings": True}))
+    # by default ZeRO-3 keeps parameters as small as ours whole on every rank
+    released = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    (folder / "zero3_released.json").write_text(json.dumps({"zero_optimization": released}))
     write_odd_model(folder / "odd.json")
     splits = {"train": _write_split(folder / "data_train", 200, seed=0), "val": _write_split(folder / "data_val", 8, seed=1)}
     digest = tokenizer_digest(load_tokenizer(str(folder / "tokenizer")))
@@ -127,17 +139,24 @@ def command_line(options: dict) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run to make, by the names of `arguments`' changes; `poison` and `failing_save` spoil it on purpose."""
+    """A run to make, by the names of `arguments`' changes; the rest spoils it on purpose."""
 
     name: str
     changes: dict
     poison: "Poison | None" = None
     failing_save: int | None = None
     """Number of the save_file call on rank 0 that finds the disk full."""
+    failing_export: bool = False
+    """The disk is full in the middle of the export."""
+    failing_metrics: int | None = None
+    """Number of the line of metrics.jsonl from which on its disk is full."""
+    stop_in_step: int | None = None
+    """The last rank gets SIGTERM just before this step."""
     copied_from: str | None = None
-    """Begin with a copy of that run as a crash after step 10 would have left it."""
-    unused_parameter: bool = False
-    """Give the student a trainable parameter that its loss does not see."""
+    """Begin with a copy of that run as a crash after `crashed_after` would have left it, or with all of it where that is None."""
+    crashed_after: int | None = 10
+    stage: type[Pretrain] | None = None
+    """What to train instead of Pretrain; nothing is exported then."""
     expected_error: str | None = None
     """Words of the RuntimeError that ends the run."""
 
@@ -178,6 +197,28 @@ class PoisonedPretrain(Pretrain):
         return loss * self._factor("loss"), metrics
 
 
+class PretrainWithOddMetrics(Pretrain):
+    """Pretraining that reports a value that is NaN on the last rank, and one that is finite."""
+
+    def loss(self, tokens, labels):
+        loss, _ = super().loss(tokens, labels)
+        broken = float("nan") if dist.get_rank() == dist.get_world_size() - 1 else 1.0
+        return loss, {"broken": loss.detach() * broken, "rank": torch.tensor(float(dist.get_rank()))}
+
+
+class PretrainReleased(Pretrain):
+    """Pretraining that fails unless ZeRO-3 has released every parameter when the first evaluation begins."""
+
+    started = False
+
+    def token_losses(self, tokens, labels):
+        if not self.started:  # later, DeepSpeed knows the order of modules and fetches parameters ahead
+            whole = [name for name, parameter in self.student.named_parameters() if parameter.numel() > 0]
+            assert not whole, whole
+            self.started = True
+        return super().token_losses(tokens, labels)
+
+
 class PretrainWithUnusedParameter(Pretrain):
     """Pretraining of a model with a parameter that nothing uses."""
 
@@ -194,10 +235,10 @@ def make_runs(folder: Path, runs: list[Run]) -> dict[str, str | None]:
 def _make_run(folder: Path, run: Run) -> str | None:
     if run.copied_from is not None:
         if dist.get_rank() == 0:
-            copy_crashed(folder / run.copied_from, folder / run.name, step=10)
+            copy_crashed(folder / run.copied_from, folder / run.name, run.crashed_after)
         dist.barrier()
     options = PretrainOptions(**arguments(folder, **({"run": run.name} | run.changes)))
-    with _full_disk(run.failing_save):
+    with _spoiled(run):
         try:
             _train(run, options)
         except RuntimeError as error:
@@ -208,47 +249,72 @@ def _make_run(folder: Path, run: Run) -> str | None:
 
 
 def _train(run: Run, options: PretrainOptions) -> None:
-    if run.poison is None and not run.unused_parameter:
+    if run.poison is None and run.stage is None:
         pretrain(options)
         return
     PoisonedPretrain.poison = run.poison
-    hf_config = read_json(options.model_config)
-    plan = plan_run(options, family_of(hf_config).model_config(hf_config), "")
-    run_stage(PretrainWithUnusedParameter if run.unused_parameter else PoisonedPretrain, plan)
+    tokenizer = load_tokenizer(str(Path(options.model_config).parent / "tokenizer"))
+    plan = plan_run(options, load_config_file(options.model_config), "", tokenizer, "the tests' tokenizer")
+    run_stage(run.stage or PoisonedPretrain, plan)
 
 
-def copy_crashed(run: Path, copy: Path, step: int) -> None:
-    """A copy of a finished run without what came after the checkpoint of `step`, metrics excepted: they run ahead of checkpoints."""
+def copy_crashed(run: Path, copy: Path, step: int | None) -> None:
+    """A copy of a run without what came after the checkpoint of `step`, metrics excepted: they run ahead of checkpoints."""
     shutil.copytree(run, copy)
+    if step is None:
+        return
     shutil.rmtree(copy / "hf", ignore_errors=True)
     (copy / "summary.json").unlink(missing_ok=True)
     for later in range(step + 1, STEPS + 1):
         shutil.rmtree(copy / "checkpoints" / f"step-{later:08d}", ignore_errors=True)
 
 
-class _full_disk:  # noqa: N801 (reads as a function)
-    """Within `with`, the given call of save_file on rank 0 raises OSError after it has written half a file."""
+@contextlib.contextmanager
+def _spoiled(run: Run) -> Iterator[None]:
+    """Within `with`, what the run says goes wrong."""
+    first, last = dist.get_rank() == 0, dist.get_rank() == dist.get_world_size() - 1
+    with contextlib.ExitStack() as patches:
+        if run.failing_save is not None and first:
+            patches.enter_context(_before_call(store, "save_file", run.failing_save, _fill_the_disk))
+        if run.failing_export and first:
+            patches.enter_context(_before_call(hf_weights, "save_file", 1, _fill_the_disk))
+        if run.failing_metrics is not None and first:
+            patches.enter_context(_before_call(MetricsLog, "write", run.failing_metrics, _lose_the_metrics_file))
+        if run.stop_in_step is not None and last:
+            # what the loop asks for just before it looks whether it shall stop
+            patches.enter_context(_before_call(loop, "learning_rate", run.stop_in_step, _signal_myself))
+        yield
 
-    def __init__(self, failing_call: int | None):
-        self._calls_left = failing_call
-        import megahedge.checkpoint.store as store
 
-        self._store, self._save_file = store, store.save_file
+@contextlib.contextmanager
+def _before_call(owner, name: str, number: int, action: Callable) -> Iterator[None]:
+    """Within `with`, call `action` with the arguments of the `number`-th call of `owner.name`, just before that."""
+    original, calls = getattr(owner, name), itertools.count(1)
 
-    def __enter__(self):
-        if self._calls_left is not None and dist.get_rank() == 0:
-            self._store.save_file = self._fail
-        return self
+    def spoiled(*arguments, **keywords):
+        if next(calls) == number:
+            action(*arguments, **keywords)
+        return original(*arguments, **keywords)
 
-    def _fail(self, tensors, path):
-        self._calls_left -= 1
-        if self._calls_left == 0:
-            Path(path).write_bytes(b"half")
-            raise OSError(28, "No space left on device")
-        self._save_file(tensors, path)
+    setattr(owner, name, spoiled)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
-    def __exit__(self, *_):
-        self._store.save_file = self._save_file
+
+def _fill_the_disk(tensors, path, **keywords):
+    """Half a file, and the exception that safetensors then raises (it is no OSError)."""
+    Path(path).write_bytes(b"half")
+    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+def _lose_the_metrics_file(log, *arguments):
+    log._handle = open("/dev/full", "w")  # noqa: SIM115 (every write there fails as on a full disk)
+
+
+def _signal_myself(*arguments):
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 # ---- looking at what was made -----------------------------------------------------------------------------------------------------
@@ -282,9 +348,9 @@ def curve(run: Path, key: str) -> np.ndarray:
     return np.array([line[key] for line in measured(run, "train")], float)
 
 
-def assert_same_end(run: Path, unbroken: Path) -> None:
+def assert_same_end(run: Path, unbroken: Path, step: int = STEPS) -> None:
     """Parameters, moments, progress and metrics at the last step are bit for bit those of the unbroken run."""
-    mine, theirs = checkpoint_at(run, STEPS), checkpoint_at(unbroken, STEPS)
+    mine, theirs = checkpoint_at(run, step), checkpoint_at(unbroken, step)
     assert differing(mine, theirs) == []
     assert mine.record["progress"] == theirs.record["progress"]
     assert measured(run) == measured(unbroken)

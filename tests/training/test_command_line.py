@@ -47,7 +47,7 @@ BAD_OPTIONS = [
     ({"global_batch_size": 0}, ["--global_batch_size=0"]),
     ({"seq_len": 128}, ["--seq_len=128", "max_position_embeddings=64"]),
     ({"micro_batch_size": 3}, ["--micro_batch_size=3", "1, 2, 4 or 8"]),
-    ({"tp_size": 3}, ["--tp_size=3", "num_heads=2", "1, 2"]),
+    ({"tp_size": 3}, ["--tp_size=3", "num_heads=2", "1 or 2"]),
     ({"tp_size": 2}, ["--tp_size=2", "number of processes 1"]),
     ({"dtype": "fp16"}, ["--dtype=fp16", "bf16 or fp32"]),
     ({"train_token": 100}, ["train_token"]),
@@ -116,13 +116,15 @@ def test_a_run_is_not_resumed_as_another(changes, said, run, refused):
     assert said in refused(run | {"resume": True} | changes)
 
 
-def test_a_run_is_not_resumed_on_other_data(run, inputs, refused, tmp_path):
-    """The corpus at the same place has been made anew, with fewer documents."""
-    moved = tmp_path / "inputs"
-    shutil.copytree(inputs, moved, ignore=lambda folder, names: [name for name in names if not name.startswith(("data", "model", "tok"))])
-    record = Path(run["output_dir"]) / "run.json"
-    record.write_text(record.read_text().replace(str(inputs / "data"), str(moved / "data")))
-    status, stderr = start(run | {"resume": True, "data_path": (str(moved / "data"),)}, tmp_path / "process").finish()
+def test_a_run_is_not_resumed_on_other_data(run, inputs, tmp_path):
+    """A corpus with one other token, whose index is the same."""
+    other = tmp_path / "inputs"
+    shutil.copytree(inputs, other, ignore=lambda folder, names: [name for name in names if not name.startswith(("data", "model", "tok"))])
+    corpus = other / "data_train.bin"
+    tokens = bytearray(corpus.read_bytes())
+    tokens[0] ^= 1
+    corpus.write_bytes(tokens)
+    status, stderr = start(run | {"resume": True, "data_path": (str(other / "data"),)}, tmp_path / "process").finish()
     assert status == 2
     assert "its data was" in stderr
 

@@ -40,7 +40,7 @@ def test_a_start_may_change_what_does_not_enter_the_mathematics(folder, options)
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("lr", 1.0), ("dtype", "fp32"), ("data_path", ("other",)), ("train_tokens", 10**8), ("adam_eps", 1e-9)]
+    ("name", "value"), [("lr", 1.0), ("dtype", "fp32"), ("global_batch_size", 96), ("train_tokens", 10**8), ("adam_eps", 1e-9)]
 )
 def test_a_start_may_not_change_the_rest(name, value, folder, options):
     with pytest.raises(InputError) as error:
