@@ -21,6 +21,8 @@ _PRELOADED = [
     "megahedge.stages.pretrain",
 ]
 
+_LONGEST_HOLD_SECONDS = 60
+
 
 class Command:
     """`tools/pretrain_teacher.py` with the words of a command line, started.
@@ -122,7 +124,10 @@ def _hold_at(point, passings, held):
         if count == passings:
             _leave_half(point, arguments)
             held.touch()
+            deadline = time.monotonic() + _LONGEST_HOLD_SECONDS
             while held.exists():
+                if time.monotonic() > deadline:
+                    os._exit(3)  # the test has failed and forgotten us, and SIGTERM would only be noted
                 time.sleep(0.01)
         return original(*arguments, **keywords)
 

@@ -78,6 +78,7 @@ REFUSED = [
     ({"fp16": {"enabled": True}}, "--dtype"),
     ({"torch_autocast": {"enabled": True}}, "--dtype"),
     ({"data_types": {"grad_accum_dtype": "bf16"}}, "--dtype"),
+    ({"managed_gradient_accumulation": False}, "the training loop"),
 ]
 
 
@@ -90,10 +91,40 @@ def test_other_values_are_refused_naming_our_option(config, option):
     assert OPTIONS.ds_config in str(error.value)
 
 
-@pytest.mark.parametrize("section", [{"stage": 4}, {"stage": "auto"}, {"stage": None}, "3", [3]])
+UNSUPPORTED = [
+    ({"mics_shard_size": 2}, "mics_shard_size=2"),
+    ({"mics_shard_size": "auto"}, 'mics_shard_size="auto"'),
+    ({"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}, "offload_optimizer to nvme"),
+    ({"offload_param": {"device": "nvme"}}, "offload_param to nvme"),
+]
+
+
+@pytest.mark.parametrize(("section", "said"), UNSUPPORTED, ids=lambda value: json.dumps(value) if isinstance(value, dict) else "")
+def test_partitions_that_checkpoints_cannot_reach_are_refused(section, said):
+    with pytest.raises(InputError, match=r"remove it|use device cpu") as error:
+        merge({"zero_optimization": {"stage": 3} | section})
+    assert said in str(error.value) and OPTIONS.ds_config in str(error.value)
+
+
+@pytest.mark.parametrize("section", [{"mics_shard_size": -1}, {"offload_optimizer": None}, {"offload_param": {"device": "cpu"}}])
+def test_their_harmless_values_are_accepted(section):
+    zero = {"stage": 3} | section
+    assert merge({"zero_optimization": zero})["zero_optimization"] == zero
+
+
+def test_bf16_gradients_are_summed_over_ranks_in_fp32_unless_the_file_says_otherwise():
+    for stage in (0, 1, 2, 3):
+        assert merge({"zero_optimization": {"stage": stage}})["communication_data_type"] == "fp32"
+    assert merge({"communication_data_type": "bf16"})["communication_data_type"] == "bf16"
+    assert "communication_data_type" not in merge({}, FP32)
+    assert merge({"communication_data_type": "bf16"}, FP32)["communication_data_type"] == "bf16"
+
+
+@pytest.mark.parametrize("section", [{"stage": 4}, {"stage": "auto"}, {"stage": None}, "3", 3, [3], None])
 def test_a_stage_that_is_none_is_refused(section):
-    with pytest.raises(InputError, match="use 0, 1, 2 or 3"):
-        zero_stage({"zero_optimization": section})
+    for read in (zero_stage, merge):
+        with pytest.raises(InputError, match="use 0, 1, 2 or 3"):
+            read({"zero_optimization": section})
 
 
 @pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe", b""])

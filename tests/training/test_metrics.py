@@ -4,6 +4,7 @@ import json
 import os
 import signal
 
+from megahedge.training import metrics
 from megahedge.training.metrics import MetricsLog, read_metrics
 from megahedge.training.signals import SIGNALS, StopSignal
 
@@ -49,6 +50,35 @@ def test_values_that_json_does_not_know_are_null(tmp_path):
 
     line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
     assert line == {"kind": "train", "step": 1, "loss": None, "grad_norm": None, "lr": 0.5, "skipped": 1}
+
+
+def test_a_full_disk_ends_the_file_and_not_the_run(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(metrics.logger, "error", lambda text, *values: said.append(text % values))
+    log = MetricsLog(tmp_path / "metrics.jsonl", 0)
+    log.write("train", 1, {"loss": 1.0})
+    log._handle = open("/dev/full", "w")  # noqa: SIM115
+    for step in (2, 3):
+        log.write("train", step, {"loss": 1.0})
+    log.close()
+    (line,) = said
+    assert "metrics.jsonl can no longer be written" in line and "No space left" in line
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1]
+
+
+def test_an_evaluation_that_is_due_again_replaces_what_a_killed_start_wrote_of_it(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, 0)
+    for kind, step in [("eval", 0), ("train", 1), ("train", 2), ("eval", 2), ("train", 3)]:
+        log.write(kind, step, {})
+    log.close()
+
+    def kept(resumed_step, evaluation_due):
+        MetricsLog(path, resumed_step, evaluation_due).close()
+        return [(line["kind"], line["step"]) for line in read_metrics(path)]
+
+    assert kept(2, False) == [("eval", 0), ("train", 1), ("train", 2), ("eval", 2)]
+    assert kept(2, True) == [("eval", 0), ("train", 1), ("train", 2)]
 
 
 def test_no_file_is_no_lines(tmp_path):

@@ -1,0 +1,132 @@
+"""Joining a job, and failures of rank 0 that reach every rank instead of leaving the others waiting."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+
+from megahedge.checkpoint.store import CheckpointWriter
+from megahedge.training.checkpointing import find_checkpoint
+from megahedge.training.distributed import LAUNCHER_VARIABLES, init_distributed, on_first_rank
+from megahedge.utils.errors import InputError, RunError
+from tests.distributed import run_distributed
+
+FAULTS = {
+    "input": InputError("--lr=0 must be positive"),
+    "run": RunError("ten bad steps"),
+    "disk": OSError(28, "No space left on device"),
+    "safetensors": SafetensorError("I/O error: No space left on device"),
+    "ours": KeyError("forgotten"),
+}
+
+
+def _call_all(root: Path) -> dict:
+    """What every call gave or raised on this rank, and how often its action ran here."""
+    runs = 0
+
+    def result():
+        nonlocal runs
+        runs += 1
+        return {"rank": dist.get_rank(), "folder": Path("run")}
+
+    def fail(fault):
+        raise fault
+
+    outcome = {"result": on_first_rank(result, "working"), "none": on_first_rank(lambda: None, "working"), "runs": runs}
+    calls = {name: lambda fault=fault: on_first_rank(lambda: fail(fault), "writing run.json") for name, fault in FAULTS.items()}
+    calls["damaged"] = lambda: find_checkpoint(root / "damaged")
+    for name, call in calls.items():
+        try:
+            call()
+        except Exception as error:
+            outcome[name] = (type(error).__name__, str(error))
+    sound, nothing = find_checkpoint(root / "sound"), find_checkpoint(root / "nothing")
+    # and the ranks are still in step
+    return outcome | {"sound": sound.path.name, "nothing": nothing, "again": on_first_rank(lambda: "in step", "")}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> list[dict]:
+    """What two ranks met; a rank that hangs ends the world after a minute."""
+    root = tmp_path_factory.mktemp("roots")
+    for name, steps in (("damaged", (1, 2)), ("sound", (1, 2))):
+        for step in steps:
+            writer = CheckpointWriter(root / name, step)
+            writer.add("parameters", "a", torch.ones(3))
+            writer.finish({})
+    damaged = [*(root / "damaged").glob("step-*"), root / "sound" / "step-00000002"]
+    for path in damaged:
+        (path / "parameters-00000.safetensors").write_bytes(b"")
+    return run_distributed(_call_all, 2, root, timeout_seconds=60)
+
+
+def test_a_result_of_the_first_rank_reaches_all_ranks_and_is_made_once(outcomes):
+    assert [outcome["result"] for outcome in outcomes] == 2 * [{"rank": 0, "folder": Path("run")}]
+    assert [outcome["none"] for outcome in outcomes] == [None, None]
+    assert [outcome["runs"] for outcome in outcomes] == [1, 0]
+    assert [outcome["again"] for outcome in outcomes] == ["in step", "in step"]
+
+
+@pytest.mark.parametrize(
+    ("name", "raised"),
+    [
+        ("input", ("InputError", "--lr=0 must be positive")),
+        ("run", ("RunError", "ten bad steps")),
+        ("disk", ("RunError", "writing run.json: [Errno 28] No space left on device")),
+        ("safetensors", ("RunError", "writing run.json: I/O error: No space left on device")),
+    ],
+)
+def test_what_fails_on_the_first_rank_is_raised_on_all(name, raised, outcomes):
+    assert [outcome[name] for outcome in outcomes] == [raised, raised]
+
+
+def test_a_fault_of_ours_keeps_its_traceback_on_the_first_rank_and_ends_the_others_too(outcomes):
+    assert [outcome["ours"] for outcome in outcomes] == [("KeyError", "'forgotten'"), ("RunError", "writing run.json: 'forgotten'")]
+
+
+def test_all_ranks_go_on_from_one_checkpoint_or_refuse_together(outcomes):
+    assert [outcome["sound"] for outcome in outcomes] == 2 * ["step-00000001"]
+    assert [outcome["nothing"] for outcome in outcomes] == [None, None]
+    for kind, message in (outcome["damaged"] for outcome in outcomes):
+        assert kind == "InputError" and "all 2 checkpoints" in message
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """A function that makes a launcher's environment of exactly these variables."""
+
+    def set_to(**values: str) -> None:
+        for name in LAUNCHER_VARIABLES:
+            monkeypatch.setenv(name, "")  # so that what the test sets is undone, were it nothing before
+            monkeypatch.delenv(name)
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    return set_to
+
+
+def test_an_incomplete_environment_is_the_users_error_and_names_what_is_missing(environment):
+    environment(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_PORT="29500")
+    with pytest.raises(InputError, match=r"^RANK is set without MASTER_ADDR; .*torchrun"):
+        init_distributed(1)
+    environment(WORLD_SIZE="4", MASTER_ADDR="localhost")
+    with pytest.raises(InputError, match=r"^WORLD_SIZE is set without RANK, LOCAL_RANK, MASTER_PORT;"):
+        init_distributed(1)
+
+
+def test_a_tp_size_that_does_not_divide_the_job_is_refused_before_any_process_waits(environment):
+    environment(RANK="0", WORLD_SIZE="4", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="1")
+    with pytest.raises(InputError, match=r"^--tp_size=3 does not divide the number of processes 4; use 1, 2 or 4$"):
+        init_distributed(3)
+    assert not dist.is_initialized()
+
+
+def test_a_process_without_a_launcher_is_a_job_of_one(environment):
+    environment()
+    with pytest.raises(InputError, match=r"number of processes 1; use 1$"):
+        init_distributed(2)
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "1")
+    assert os.environ.keys() >= set(LAUNCHER_VARIABLES)
