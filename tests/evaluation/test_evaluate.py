@@ -107,7 +107,7 @@ def test_model_without_tokenizer_is_scored_per_token(paths, tmp_path):
 def test_data_without_meta_is_scored(paths, tmp_path):
     write_texts(tmp_path / "data", byte_tokenizer())
     meta_path(tmp_path / "data").unlink()
-    assert evaluate(options(paths, data_path=str(tmp_path / "data"))).figures() == evaluate(options(paths)).figures()
+    assert evaluate(options(paths, data_path=str(tmp_path / "data_val"))).figures() == evaluate(options(paths)).figures()
 
 
 def test_context_probe_is_reported(paths):

@@ -91,7 +91,7 @@ def test_every_sharded_parameter_carries_deepspeeds_mark():
     ("changes", "size", "message"),
     [
         ({}, 3, "tp_size=3 does not divide num_heads=4; use 1, 2 or 4"),
-        ({"num_heads": 8, "intermediate_size": 98}, 4, "tp_size=4 does not divide intermediate_size=98; use 1, 2, 7, 14 or 49"),
+        ({"num_heads": 8, "intermediate_size": 98}, 4, "tp_size=4 does not divide intermediate_size=98; use 1, 2, 7, 14, 49 or 98"),
         ({"num_heads": 1}, 2, "tp_size=2 does not divide num_heads=1; use 1"),
     ],
 )

@@ -170,7 +170,7 @@ class Worlds:
         return self._inputs / run.changes.get("run", run.name)
 
     def _make(self, world_size: int, runs: list[Run]) -> None:
-        errors, *others = run_distributed(make_runs, world_size, self._inputs, runs, timeout_seconds=500)
+        errors, *others = run_distributed(make_runs, world_size, self._inputs, runs, timeout_seconds=1200)
         assert all(other == errors for other in others)
         self.errors |= errors
 
