@@ -77,6 +77,13 @@ def read_json_object(path: str | os.PathLike) -> dict:
     return value
 
 
+def apply_umask(path: str | os.PathLike) -> None:
+    """Give a file the permissions that open() would have given it: safetensors leaves its files readable by their owner alone."""
+    umask = os.umask(0)
+    os.umask(umask)
+    os.chmod(path, 0o666 & ~umask)
+
+
 def sha256_file(path: str | os.PathLike) -> str:
     """Hexadecimal SHA-256 of a file's bytes."""
     with open(path, "rb") as handle:

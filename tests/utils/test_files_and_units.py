@@ -8,6 +8,7 @@ import pytest
 
 from megahedge.utils.errors import InputError
 from megahedge.utils.files import (
+    apply_umask,
     atomic_write,
     file_lock,
     is_temporary_file,
@@ -95,3 +96,11 @@ def test_what_is_no_count(text):
 def test_numbers_for_people():
     assert [format_count(value) for value in (0, 999, 1000, 1_014_000_000, 2.5e12)] == ["0", "999", "1K", "1.01B", "2.5T"]
     assert [format_seconds(value) for value in (0, 59.9, 3661, 90061)] == ["00:00:00", "00:00:59", "01:01:01", "1d 01:01:01"]
+
+
+def test_apply_umask_gives_the_permissions_of_an_ordinary_file(tmp_path):
+    ordinary, private = tmp_path / "ordinary", tmp_path / "private"
+    ordinary.write_text("")
+    private.touch(mode=0o600)
+    apply_umask(private)
+    assert private.stat().st_mode == ordinary.stat().st_mode
