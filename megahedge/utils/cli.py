@@ -29,11 +29,11 @@ class _Parser(jsonargparse.ArgumentParser):
         raise InputError(f"{first_line} (see --help)")
 
 
-def parse_options(options_type, argv=None, *, prog=None, description=None, defaults=None):
+def parse_options(options_type, argv=None, *, prog=None, description=None):
     """Parse a command line into an instance of a frozen dataclass.
 
     Each field is an option of the same name; the string literal below a field is its help.  Fields without a default are required.
-    `--config FILE.yaml` supplies values that later options override.  `defaults` replaces defaults for one command.
+    `--config FILE.yaml` supplies values that later options override.
     Raises InputError for an unknown option, a missing one or a value of the wrong kind.
     """
     parser = _Parser(prog=prog, description=description)
@@ -42,7 +42,7 @@ def parse_options(options_type, argv=None, *, prog=None, description=None, defau
     helps = field_docs(options_type)
     hints = typing.get_type_hints(options_type)
     for field in dataclasses.fields(options_type):
-        _add_option(parser, field, hints[field.name], helps.get(field.name, ""), defaults or {})
+        _add_option(parser, field, hints[field.name], helps.get(field.name, ""))
     values = parser.parse_args(argv).as_dict()
     return options_type(**{field.name: _frozen(values[field.name]) for field in dataclasses.fields(options_type)})
 
@@ -51,8 +51,8 @@ def _frozen(value):
     return tuple(value) if isinstance(value, list) else value
 
 
-def _add_option(parser, field, hint, help_text, defaults):
-    default = defaults.get(field.name, field.default)
+def _add_option(parser, field, hint, help_text):
+    default = field.default
     if default is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
     required = default is dataclasses.MISSING

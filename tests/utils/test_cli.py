@@ -66,11 +66,6 @@ def test_later_options_override_a_yaml_file(tmp_path):
     assert parse("--width=3").paths == ("a",)  # a parse leaves nothing behind for the next
 
 
-def test_a_command_may_have_defaults_of_its_own():
-    assert parse("--width=3", defaults={"rate": 0.25}).rate == 0.25
-    assert parse("--width=3", "--rate=1", defaults={"rate": 0.25}).rate == 1.0
-
-
 def test_the_launchers_local_rank_is_accepted():
     assert parse("--local_rank=1", "--width=3") == Options(width=3)
 
