@@ -16,7 +16,7 @@ from megahedge.config.options import BatchPlan, TrainOptions, plan_batches
 from megahedge.data.blending import parse_data_path
 from megahedge.data.indexed_dataset import IndexedDataset
 from megahedge.data.loader import BatchLoader, TrainingData, ValidationData
-from megahedge.data.meta import DatasetMeta, check_tokenizer, dataset_digest, find_split, load_meta, tokenizer_digest
+from megahedge.data.meta import check_tokenizer, dataset_digest, find_split, load_meta, tokenizer_digest
 from megahedge.evaluation.perplexity import Perplexity, measure_perplexity
 from megahedge.models.language_model import LanguageModel
 from megahedge.parallel.sharding import full_numel
@@ -73,7 +73,10 @@ class Plan:
     ds_config: dict
     data: TrainingData
     validation: ValidationData
-    meta: DatasetMeta | None
+    tokenizer_digest: str
+    """Identity of the model's tokenizer, with which all data that says so was made."""
+    tokenizer_source: str
+    """Where it was found."""
 
 
 def plan_run(options: TrainOptions, model: ModelConfig, default_output_dir: str, tokenizer, tokenizer_source: str) -> Plan:
@@ -93,10 +96,10 @@ def plan_run(options: TrainOptions, model: ModelConfig, default_output_dir: str,
     dp_size = int(os.environ.get("WORLD_SIZE", 1)) // options.tp_size
     batches = plan_batches(options, max(1, dp_size))
     ds_config = merge_ds_config(load_ds_config(options.ds_config), options, batches)
-    meta = _check_data(options, model, tokenizer, tokenizer_source)
+    digest = _check_data(options, model, tokenizer, tokenizer_source)
     validation = ValidationData(_find_validation(options), options.seq_len, options.eval_tokens, model.vocab_size)
     data = TrainingData(options.data_path, options.seq_len, options.seed)
-    return Plan(options, run, model, batches, ds_config, data, validation, meta)
+    return Plan(options, run, model, batches, ds_config, data, validation, digest, tokenizer_source)
 
 
 def _find_validation(options: TrainOptions) -> str:
@@ -108,8 +111,8 @@ def _find_validation(options: TrainOptions) -> str:
         raise InputError(f"{error}, or give --val_data_path") from None
 
 
-def _check_data(options: TrainOptions, model: ModelConfig, tokenizer, tokenizer_source: str) -> DatasetMeta | None:
-    """Every corpus must have been made with this tokenizer, and its ids must fit the model's vocabulary; returns the first one's meta.
+def _check_data(options: TrainOptions, model: ModelConfig, tokenizer, tokenizer_source: str) -> str:
+    """Every corpus must have been made with this tokenizer, and its ids must fit the model's vocabulary; returns its digest.
 
     Data of other programs has no meta to ask; its ids are checked as they are read.
     """
@@ -121,7 +124,7 @@ def _check_data(options: TrainOptions, model: ModelConfig, tokenizer, tokenizer_
     digest = tokenizer_digest(tokenizer)
     for meta in filter(None, [*metas, validation_meta]):
         check_tokenizer(meta, digest, tokenizer_source)
-    return metas[0]
+    return digest
 
 
 def run_stage(stage_type: type[Stage], plan: Plan) -> tuple[Stage, TrainingEngine, Progress] | None:
@@ -228,8 +231,8 @@ def _data_record(plan: Plan) -> dict:
         "train": [dataset_digest(prefix) for prefix in plan.data.prefixes],
         "weights": [weight for weight, _ in parse_data_path(plan.options.data_path)],
         "validation": dataset_digest(plan.validation.dataset.prefix),
-        "tokenizer_digest": plan.meta.tokenizer_digest if plan.meta else None,
-        "tokenizer_name": plan.meta.tokenizer_name if plan.meta else None,
+        "tokenizer_digest": plan.tokenizer_digest,
+        "tokenizer_name": plan.tokenizer_source,
     }
 
 
@@ -254,7 +257,7 @@ def print_header(name: str, plan: Plan, stage: Stage | None = None) -> None:
         "data": "; ".join(_describe(index.dataset) for index in plan.data.indices),
         "epochs": ", ".join(f"{count:.3g}" for count in plan.data.epochs(options.train_steps * options.global_batch_size)),
         "validation": f"{_describe(plan.validation.dataset)}, {format_count(plan.validation.num_scored_tokens)} scored",
-        "tokenizer": f"{plan.meta.tokenizer_name} (digest {plan.meta.tokenizer_digest[:12]})" if plan.meta else "unknown",
+        "tokenizer": f"{plan.tokenizer_source} (digest {plan.tokenizer_digest[:12]})",
         "steps": f"{options.train_steps} of {options.global_batch_size} × {options.seq_len} tokens, {all_tokens} in all",
         "batch": f"micro {batches.micro_batch_size} × accumulation {batches.accumulation_steps} × dp {batches.dp_size}",
         "schedule": f"warm-up {round(options.warmup_fraction * options.train_steps)} steps, peak {options.lr:g}, "

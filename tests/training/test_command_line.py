@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 
 from megahedge.checkpoint.store import complete_checkpoints
+from megahedge.config.options import PretrainOptions
+from megahedge.data.tokenizer import load_tokenizer
+from megahedge.models.hf_weights import load_config_file
+from megahedge.stages.base import plan_run
 from tests.training.processes import SCRIPT, start
 from tests.training.runs import MODEL, REPOSITORY, command_line, ds_config, make_tokenizer
 
@@ -127,6 +131,20 @@ def test_a_run_is_not_resumed_on_other_data(run, inputs, tmp_path):
     status, stderr = start(run | {"resume": True, "data_path": (str(other / "data"),)}, tmp_path / "process").finish()
     assert status == 2
     assert "its data was" in stderr
+
+
+def test_data_that_names_no_tokenizer_still_pins_the_one_of_the_run(options, inputs, tmp_path):
+    """Foreign pairs have no meta.json; --tokenizer may move, so a plan records what the tokenizer is."""
+    for part in ("train.bin", "train.idx", "val.bin", "val.idx"):
+        shutil.copy(inputs / f"data_{part}", tmp_path / f"foreign_{part}")
+    bare = {"data_path": (str(tmp_path / "foreign_train"),), "val_data_path": str(tmp_path / "foreign_val")}
+    make_tokenizer(tmp_path / "other", 90)
+    model = load_config_file(inputs / "model.json")
+    digests = set()
+    for folder in (inputs / "tokenizer", tmp_path / "other"):
+        chosen = PretrainOptions(**options(**bare))
+        digests.add(plan_run(chosen, model, "", load_tokenizer(str(folder)), str(folder)).tokenizer_digest)
+    assert len(digests) == 2
 
 
 def test_a_run_without_a_sound_checkpoint_does_not_start_anew(run, tmp_path):
