@@ -1,4 +1,4 @@
-"""Pretrain a GPT-NeoX teacher from scratch, through the same engine, loop and data as the two stages.
+"""Pretrain a GPT-NeoX teacher, from scratch or on from given weights, through the same engine, loop and data as the two stages.
 
 deepspeed tools/pretrain_teacher.py --model_config tools/configs/neox-small.json --data_path data/small --output_dir runs/teacher
 """
@@ -10,7 +10,7 @@ from megahedge.utils.cli import parse_options, run_main
 
 def main() -> None:
     """Entry point."""
-    description = "Pretrain a GPT-NeoX model from scratch and write it as a Hugging Face folder."
+    description = "Pretrain a GPT-NeoX model, from scratch or on from given weights, and write it as a Hugging Face folder."
     pretrain(parse_options(PretrainOptions, prog="pretrain_teacher.py", description=description))
 
 

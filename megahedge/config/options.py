@@ -150,8 +150,10 @@ class PretrainOptions(TrainOptions):
     """Peak learning rate; the default suits a model of a few million parameters."""
     warmup_fraction: float = 0.02
     """Share of the steps in which the rate rises linearly."""
-    model_config: str
-    """JSON file with the model's sizes: a Hugging Face config.json of a supported family."""
+    model_config: str | None = None
+    """JSON file with the sizes of a fresh model: a Hugging Face config.json of a supported family."""
+    init_from: str | None = None
+    """Folder or hub name of a model to train on, in place of a fresh one."""
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer that made the data; saved with the model (default: the one that the data names)."""
     export_dtype: str = "fp16"
@@ -159,6 +161,12 @@ class PretrainOptions(TrainOptions):
 
     def __post_init__(self):
         TrainOptions.__post_init__(self)
+        given = [name for name in ("model_config", "init_from") if getattr(self, name) is not None]
+        _require(
+            len(given) == 1,
+            f"{' and '.join(f'--{name}={getattr(self, name)}' for name in given) or 'neither --model_config nor --init_from is given'}; "
+            "give --model_config for a fresh model (such as tools/configs/neox-small.json) or --init_from for one with weights",
+        )
         _require(self.export_dtype in ("fp16", "bf16", "fp32"), f"--export_dtype={self.export_dtype} is not known; use fp16, bf16 or fp32")
 
 

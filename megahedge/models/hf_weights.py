@@ -29,7 +29,7 @@ __all__ = [
     "load_pretrained",
     "resolve_pretrained",
     "save_pretrained",
-    "teacher_digest",
+    "weights_digest",
 ]
 
 logger = get_logger(__name__)
@@ -110,8 +110,8 @@ def from_pretrained(
     return model
 
 
-def teacher_digest(folder: str | os.PathLike) -> str:
-    """SHA-256 over names, sizes and SHA-256 of the weight files that would be loaded: tells one teacher from another."""
+def weights_digest(folder: str | os.PathLike) -> str:
+    """SHA-256 over names, sizes and SHA-256 of the weight files that would be loaded: tells one model from another."""
     digest = hashlib.sha256()
     for path in CheckpointReader(folder).files:
         digest.update(f"{path.name} {path.stat().st_size} {sha256_file(path)}\n".encode())

@@ -18,6 +18,7 @@ from megahedge.data.indexed_dataset import IndexedDataset
 from megahedge.data.loader import BatchLoader, TrainingData, ValidationData
 from megahedge.data.meta import check_tokenizer, dataset_digest, find_split, load_meta, tokenizer_digest
 from megahedge.evaluation.perplexity import Perplexity, measure_perplexity
+from megahedge.models.hf_weights import weights_digest
 from megahedge.models.language_model import LanguageModel
 from megahedge.parallel.sharding import full_numel
 from megahedge.parallel.topology import TensorParallel, Topology
@@ -46,7 +47,7 @@ class Stage(nn.Module, abc.ABC):
     student: LanguageModel
 
     @abc.abstractmethod
-    def start(self, options: TrainOptions) -> None:
+    def start(self, plan: "Plan") -> None:
         """Give every parameter its starting value, in fp32, when there is no checkpoint to go on from."""
 
     @abc.abstractmethod
@@ -77,12 +78,16 @@ class Plan:
     """Identity of the model's tokenizer, with which all data that says so was made."""
     tokenizer_source: str
     """Where it was found."""
+    weights: Path | None = None
+    """Hugging Face folder whose weights the run starts from."""
 
 
-def plan_run(options: TrainOptions, model: ModelConfig, default_output_dir: str, tokenizer, tokenizer_source: str) -> Plan:
+def plan_run(
+    options: TrainOptions, model: ModelConfig, default_output_dir: str, tokenizer, tokenizer_source: str, weights: Path | None = None
+) -> Plan:
     """Check options, data, tokenizer, sizes and the run folder.
 
-    tokenizer: that of the model; tokenizer_source: where it came from, for messages.
+    tokenizer: that of the model; tokenizer_source: where it came from, for messages; weights: the folder that the run starts from.
     Raises InputError.  Nothing is written but, beside large data, its sample order.
     """
     check_wandb(options.wandb_project)
@@ -99,7 +104,7 @@ def plan_run(options: TrainOptions, model: ModelConfig, default_output_dir: str,
     digest = _check_data(options, model, tokenizer, tokenizer_source)
     validation = ValidationData(_find_validation(options), options.seq_len, options.eval_tokens, model.vocab_size)
     data = TrainingData(options.data_path, options.seq_len, options.seed)
-    return Plan(options, run, model, batches, ds_config, data, validation, digest, tokenizer_source)
+    return Plan(options, run, model, batches, ds_config, data, validation, digest, tokenizer_source, weights)
 
 
 def _find_validation(options: TrainOptions) -> str:
@@ -146,10 +151,10 @@ def run_stage(stage_type: type[Stage], plan: Plan) -> tuple[Stage, TrainingEngin
 
 def _run(stage_type: type[Stage], plan: Plan, topology: Topology) -> tuple[Stage, TrainingEngine, Progress]:
     options = plan.options
-    stage, checkpoint = _build(stage_type, plan, topology)
+    record = on_first_rank(lambda: _record(stage_type.name, plan), "the model and data could not be digested")
+    stage, checkpoint = _build(stage_type, plan, topology, record)
     print_header(stage.name, plan, stage)
     progress = Progress(**checkpoint.record["progress"]) if checkpoint else Progress()
-    record = _record(stage.name, plan)
     facts = {**record, "topology": _topology_record(plan, topology), "resumed_at_step": progress.step}
     on_first_rank(lambda: plan.run.write_record(stage.name, options, facts), f"--output_dir={plan.run.path}")
     engine = TrainingEngine(stage, stage.student, options, plan.batches, topology)
@@ -178,17 +183,17 @@ def _run(stage_type: type[Stage], plan: Plan, topology: Topology) -> tuple[Stage
     return stage, engine, progress
 
 
-def _build(stage_type: type[Stage], plan: Plan, topology: Topology):
+def _build(stage_type: type[Stage], plan: Plan, topology: Topology, record: dict):
     """The stage on the training device with its parameters, and the checkpoint that they came from, if any."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     with device:
         stage = stage_type(plan.model, topology.tensor_parallel, plan.options)
     checkpoint = find_checkpoint(plan.run.checkpoints) if plan.options.resume else None
     if checkpoint:
-        _check_same_run(checkpoint, _record(stage.name, plan))
+        _check_same_run(checkpoint, record)
         load_student(stage.student, checkpoint)
     else:
-        stage.start(plan.options)
+        stage.start(plan)
         if plan.options.resume:
             logger.info("--resume: no checkpoint in %s yet; starting at step 0", plan.run.checkpoints)
     return stage, checkpoint
@@ -196,7 +201,8 @@ def _build(stage_type: type[Stage], plan: Plan, topology: Topology):
 
 def _record(name: str, plan: Plan) -> dict:
     """What a checkpoint and run.json say of a run: its mathematics apart from the options."""
-    return {"stage": name, "model": dataclasses.asdict(plan.model), "data": _data_record(plan)}
+    weights = weights_digest(plan.weights) if plan.weights else None
+    return {"stage": name, "model": dataclasses.asdict(plan.model), "weights": weights, "data": _data_record(plan)}
 
 
 def _check_same_run(checkpoint: Checkpoint, record: dict) -> None:

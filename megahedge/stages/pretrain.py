@@ -1,4 +1,4 @@
-"""Pretraining: a softmax-attention language model from scratch, to have a teacher where none can be downloaded."""
+"""Pretraining: a softmax-attention language model from scratch, or one with weights trained on, to have a teacher of one's own."""
 
 import shutil
 from pathlib import Path
@@ -12,12 +12,13 @@ from megahedge.config.options import PretrainOptions
 from megahedge.data.blending import parse_data_path
 from megahedge.data.meta import find_split, load_meta
 from megahedge.data.tokenizer import load_tokenizer
-from megahedge.models.hf_weights import TokenIds, load_config_file, save_pretrained
+from megahedge.models.hf_weights import TokenIds, load_config, load_config_file, load_pretrained, save_pretrained
+from megahedge.models.hub import resolve_pretrained
 from megahedge.models.language_model import LanguageModel
 from megahedge.parallel.initialize import initialize_parameters
 from megahedge.parallel.loss import vocab_parallel_cross_entropy
 from megahedge.parallel.topology import TensorParallel
-from megahedge.stages.base import Stage, plan_run, run_stage
+from megahedge.stages.base import Plan, Stage, plan_run, run_stage
 from megahedge.training.distributed import on_first_rank
 from megahedge.training.engine import TrainingEngine
 from megahedge.utils.errors import InputError
@@ -37,9 +38,12 @@ class Pretrain(Stage):
         super().__init__()
         self.student = LanguageModel(config, tensor_parallel, activation_checkpointing=options.activation_checkpointing)
 
-    def start(self, options: PretrainOptions) -> None:
-        """Fresh parameters, a function of the seed."""
-        initialize_parameters(self.student, options.seed, self.student.tensor_parallel)
+    def start(self, plan: Plan) -> None:
+        """The weights of --init_from, or fresh parameters, a function of the seed."""
+        if plan.weights:
+            load_pretrained(self.student, plan.weights)
+        else:
+            initialize_parameters(self.student, plan.options.seed, self.student.tensor_parallel)
 
     def loss(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Mean cross-entropy in nats per token."""
@@ -48,10 +52,15 @@ class Pretrain(Stage):
 
 
 def pretrain(options: PretrainOptions) -> None:
-    """Train a model from scratch and write it as a Hugging Face folder, `<output_dir>/hf`.  Raises InputError."""
-    config = _read_model_config(options.model_config)
+    """Train a model and write it as a Hugging Face folder, `<output_dir>/hf`.  Raises InputError."""
+    if options.init_from is None:
+        weights, config = None, _read_model_config(options.model_config)
+    else:
+        weights = resolve_pretrained(options.init_from)
+        config = load_config(weights)
     tokenizer, source = _find_tokenizer(options)
-    plan = plan_run(options, config, f"runs/pretrain-{Path(options.model_config).stem}", tokenizer, source)
+    model_name = Path(options.model_config).stem if weights is None else Path(options.init_from).name
+    plan = plan_run(options, config, f"runs/pretrain-{model_name}", tokenizer, source, weights)
     outcome = run_stage(Pretrain, plan)
     if outcome is None:
         return

@@ -323,6 +323,17 @@ def test_recall_text_is_seeded_diverse_and_readable(tmp_path, convert):
     assert convert(tmp_path / "a.jsonl.gz").splits["train"].documents == 200
 
 
+def test_recall_text_of_one_kind(tmp_path):
+    run_tool("make_recall_text.py", "--output", tmp_path / "cycles.jsonl", "--num_documents", 20, "--kinds", "cycles")
+    for line in (tmp_path / "cycles.jsonl").read_text().splitlines():
+        words = json.loads(line)["text"].split()
+        period = next(period for period in range(1, 7) if words[period:-1] == words[: -1 - period])  # the last word may be cut
+        assert 2 <= period <= 6 or len(set(words[:-1])) == 1
+    refused = run_tool("make_recall_text.py", "--output", tmp_path / "x.jsonl", "--kinds", "cycles", "circles", check=False)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("error: kinds=circles is not known; use some of codes ")
+
+
 def test_dataset_digest_sees_a_change_of_tokens_that_leaves_the_index_equal(tmp_path):
     write_pair(tmp_path / "a", [[1, 2, 3]])
     write_pair(tmp_path / "b", [[1, 2, 4]])

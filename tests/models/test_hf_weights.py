@@ -16,7 +16,7 @@ from megahedge.models.hf_weights import (
     load_pretrained,
     resolve_pretrained,
     save_pretrained,
-    teacher_digest,
+    weights_digest,
 )
 from megahedge.models.language_model import LanguageModel
 from megahedge.parallel.topology import TensorParallel
@@ -205,10 +205,10 @@ def test_ranks_read_no_more_than_their_slices(folder, model, monkeypatch):
 
 def test_digest_tells_weights_apart(folder, model, tmp_path):
     save_pretrained(model.named_parameters(), model.config, tmp_path / "same", torch.float32)
-    assert teacher_digest(tmp_path / "same") == teacher_digest(folder)
+    assert weights_digest(tmp_path / "same") == weights_digest(folder)
     other = randomize(LanguageModel(model.config), seed=5)
     save_pretrained(other.named_parameters(), model.config, tmp_path / "other", torch.float32)
-    assert teacher_digest(tmp_path / "other") != teacher_digest(folder)
+    assert weights_digest(tmp_path / "other") != weights_digest(folder)
 
 
 def test_writing_refuses_to_overwrite_or_to_leave_out(folder, model, tmp_path):

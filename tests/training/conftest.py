@@ -100,6 +100,7 @@ def _fast_one(inputs: Path) -> list[Run]:
     runs += [Run(name, {"ds_config": ds_config(name), "stop_after": 10}) for name in OFFLOAD]
     runs.append(Run("recomputing", {"stop_after": 10, "activation_checkpointing": True}))
     runs.append(Run("tied", {"stop_after": 10, "model_config": str(inputs / "tied.json")}))
+    runs.append(Run("trained-on", {"init_from": str(inputs / "zero1" / "hf"), "model_config": None, "stop_after": 2}))
     runs.append(Run("moving-start", {"run": "moving", "ds_config": ds_config("zero3"), "stop_after": 6}))
     runs += [*_halves("zero1"), *_halves("zero3"), *_bf16("zero1"), *_bf16("zero3")]
     for name in ("zero1", "zero3"):

@@ -127,6 +127,8 @@ def command_line(options: dict) -> list[str]:
     """The same options as words of a command line."""
     words = []
     for name, value in options.items():
+        if value is None:
+            continue
         if isinstance(value, bool):
             words += [f"--{name}"] if value else []
         else:

@@ -43,6 +43,9 @@ def refused(inputs, tmp_path):
 BAD_OPTIONS = [
     ({"data_path": ("nowhere/text",)}, ["nowhere/text", "tools/preprocess_owt.py"]),
     ({"model_config": "nowhere.json"}, ["--model_config=nowhere.json"]),
+    ({"init_from": "some/model"}, ["--model_config=", "--init_from=some/model", "give --model_config for a fresh model"]),
+    ({"model_config": None}, ["neither --model_config nor --init_from is given"]),
+    ({"model_config": None, "init_from": "/nowhere/model"}, ["'/nowhere/model'", "no local folder"]),
     ({"tokenizer": "/nowhere/tokenizer"}, ["/nowhere/tokenizer"]),  # absolute, so that no hub is asked
     ({"ds_config": "nowhere.json"}, ["--ds_config=nowhere.json"]),
     ({"train_tokens": 0}, ["--train_tokens=0"]),

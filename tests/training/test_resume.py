@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from megahedge.models.hf_weights import weights_digest
 from megahedge.parallel.initialize import draw
 from megahedge.parallel.sharding import Init
 from tests.training.conftest import ZERO, tiered
@@ -79,6 +80,13 @@ def test_a_finished_run_holds_its_summary_and_the_model(made):
     assert (summary["step"], summary["validation_loss"], summary["validation_tokens"]) == (20, last["loss"], 500)
     assert not (made("recomputing") / "summary.json").exists()
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in (made("zero1") / "hf").iterdir()}
+
+
+def test_a_run_goes_on_from_given_weights(made):
+    """Its first evaluation finds what the last one of the source found; 1e-3, because the source was exported in fp16."""
+    weights = made("zero1") / "hf"
+    assert measured(made("trained-on"), "eval")[0]["loss"] == pytest.approx(measured(made("zero1"), "eval")[-1]["loss"], abs=1e-3)
+    assert json.loads((made("trained-on") / "run.json").read_text())["weights"] == weights_digest(weights)
 
 
 def test_validation_follows_its_interval(made):
