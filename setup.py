@@ -16,6 +16,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megahedge", "megahedge.*"]),
+    package_data={"megahedge.config": ["recipes/*.yaml"]},
     install_requires=[
         "torch>=2.6",
         "deepspeed>=0.19",

@@ -64,6 +64,14 @@ class CheckpointWriter:
         self._files[file] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
         self._tensors.setdefault(group, {}).update(dict.fromkeys(tensors, file))
 
+    def read(self, group: str, name: str) -> Tensor:
+        """A tensor that was added before, from the file where it has been written to one."""
+        pending = self._pending.get(group, {})
+        if name in pending:
+            return pending[name]
+        with safe_open(self._folder / self._tensors[group][name], framework="pt") as handle:
+            return handle.get_tensor(name)
+
     def finish(self, record: dict) -> "Checkpoint":
         """Write what is left, then the manifest, and give the folder its final name."""
         for group in list(self._pending):
@@ -147,6 +155,21 @@ class Checkpoint:
                 return stored[index] if index else handle.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise InputError(f"checkpoint {self.path}: {file} cannot be read: {error}") from None
+
+
+class StoredGroup:
+    """One group of a checkpoint's tensors."""
+
+    def __init__(self, checkpoint: Checkpoint, group: str):
+        self._checkpoint, self._group = checkpoint, group
+        self._names = frozenset(checkpoint.names(group))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
+        """A tensor, or the piece `index` of it.  Raises InputError if it is not there."""
+        return self._checkpoint.read(self._group, name, index)
 
 
 def _manifest_digest(manifest: dict) -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+from megahedge.config.mixer import MixerConfig
 from megahedge.utils.errors import InputError
 
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "silu")
@@ -42,6 +43,8 @@ class ModelConfig:
     """Standard deviation of fresh weights."""
     tie_word_embeddings: bool = False
     """Whether the output embedding is the input embedding."""
+    mixer: MixerConfig = dataclasses.field(default_factory=MixerConfig)
+    """The token mixer of every block."""
 
     def __post_init__(self):
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size", "max_position_embeddings"):
@@ -58,6 +61,15 @@ class ModelConfig:
             raise InputError(
                 f"rotary_pct={self.rotary_pct} of head_dim={self.head_dim} rotates {self.rotary_dim} features; the count must be even"
             )
+
+    @classmethod
+    def from_record(cls, record: dict) -> "ModelConfig":
+        """What `dataclasses.asdict` made of one.  Raises KeyError or TypeError for a record of another version."""
+        return cls(**(record | {"mixer": MixerConfig(**record["mixer"])}))
+
+    def with_mixer(self, mixer: MixerConfig) -> "ModelConfig":
+        """The same model around another token mixer."""
+        return dataclasses.replace(self, mixer=mixer)
 
     @property
     def head_dim(self) -> int:

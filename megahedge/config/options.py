@@ -3,10 +3,16 @@
 import dataclasses
 import math
 from pathlib import Path
+from typing import ClassVar
 
+import yaml
+
+from megahedge.config.mixer import MixerConfig
 from megahedge.utils.cli import Count
 from megahedge.utils.errors import InputError
 from megahedge.utils.words import divisors, either
+
+RECIPES = ("paper", "tuned")
 
 
 def _require(condition: bool, message: str) -> None:
@@ -180,16 +186,142 @@ class TeacherOptions:
     """Git revision of a hub teacher, for instance step143000."""
 
 
+def read_recipe(name: str) -> dict[str, dict]:
+    """Values by option of each stage, from the recipe's file.  Raises InputError for a recipe that there is not."""
+    _check_recipe(name)
+    with (Path(__file__).parent / "recipes" / f"{name}.yaml").open(encoding="utf-8") as handle:
+        return yaml.safe_load(handle)
+
+
+def _check_recipe(name: str) -> None:
+    _require(name in RECIPES, f"--recipe={name} is not known; use {either(RECIPES)}")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Stage1Options(TeacherOptions, TrainOptions):
-    """scripts/stage1.py"""
+class RecipeOptions:
+    """Which values the other options start from."""
+
+    section: ClassVar[str]
+    """Name of the command's part of a recipe file."""
 
     recipe: str = "paper"
-    """paper: Listing 2 and section 4 to the letter; tuned: what our measurements favour."""
+    """Values that the other options start from, mixer and training alike, megahedge/config/recipes/RECIPE.yaml: paper or tuned."""
 
     def __post_init__(self):
+        _check_recipe(self.recipe)
+
+    @classmethod
+    def presets(cls, values: dict) -> dict:
+        """What the chosen recipe says of this stage."""
+        return read_recipe(values["recipe"])[cls.section]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FeatureMapOptions:
+    """Hedgehog's feature maps; stage 2 keeps what stage 1 has learnt, so these must be stage 1's there."""
+
+    feature_map_per_head: bool = False
+    """Each head has feature maps of its own instead of sharing the layer's."""
+    feature_map_scale: bool = False
+    """Divide queries and keys by the square root of head_dim before their feature maps."""
+    rope: str = "after"
+    """Where RoPE rotates: the feature maps' outputs (after: the paper's Listing 2) or their inputs (before)."""
+    normalizer_eps: float = 1e-6
+    """Least magnitude of the normaliser; only rotated features (--rope after), which have signs, come near."""
+
+    def mixer_config(self, kind: str) -> MixerConfig:
+        """The options of a mixer that are among these.  Raises InputError where one is not valid."""
+        names = {field.name for field in dataclasses.fields(MixerConfig)} & {field.name for field in dataclasses.fields(self)}
+        return MixerConfig(kind=kind, **{name: getattr(self, name) for name in names})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage1Options(RecipeOptions, TeacherOptions, FeatureMapOptions, TrainOptions):
+    """scripts/stage1.py"""
+
+    section = "stage1"
+
+    train_tokens: Count = 20_000 * 49_152
+    """Tokens to train on, in all (1e9, 1B and 300M are understood); rounded down to whole steps."""
+    match_inputs: str = "student"
+    """What feeds a student block: the student block before it (student) or the teacher's (teacher, which is cheaper)."""
+    match_targets: str = "block"
+    """Whose outputs are compared: block or mixer."""
+    match_loss: str = "cosine"
+    """How they are compared: cosine, mse (relative to the teacher's mean square) or cosine_mse (their sum)."""
+
+    def __post_init__(self):
+        RecipeOptions.__post_init__(self)
         TrainOptions.__post_init__(self)
-        _require(self.recipe in ("paper", "tuned"), f"--recipe={self.recipe} is not known; use paper or tuned")
+        known = {"match_inputs": ("student", "teacher"), "match_targets": ("block", "mixer"), "match_loss": ("cosine", "mse", "cosine_mse")}
+        for name, values in known.items():
+            _require(getattr(self, name) in values, f"--{name}={getattr(self, name)} is not known; use {either(values)}")
+        self.mixer_config("hedgehog")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HedgeMambaOptions(FeatureMapOptions):
+    """What stage 2 adds to the mixer, each part starting as an identity."""
+
+    decay: str = "channel"
+    """Structure of the decay rates: none, head (one a head), state (one a feature) or channel (one a feature and output channel)."""
+    decay_step: str = "channel"
+    """What the decay's step varies over besides the token: head, state (of decay state or channel) or channel (of decay channel)."""
+    decay_per_head: bool = False
+    """Each head has rates and steps of its own instead of sharing the layer's."""
+    decay_tie_signs: bool = True
+    """A feature and its negative share one rate."""
+    decay_init: float = 0.0
+    """Starting value of the rates; the check of the hand-over is made before they get it."""
+    decay_rank: int = 0
+    """Width between the two maps that make the step (0: hidden_size / 16)."""
+    conv_kernel: int = 4
+    """Taps of the causal convolution on the mixer's input (0: no convolution)."""
+    gate: bool = True
+    """Multiply the scan's output by SiLU(x W + b)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage2Options(RecipeOptions, HedgeMambaOptions, TrainOptions):
+    """scripts/stage2.py"""
+
+    section = "stage2"
+
+    init_from: str | None = None
+    """Run folder of stage 1, or one of its checkpoints."""
+    stage1_steps: int | None = None
+    """Steps of stage 1 behind --init_from, checked where given; 0 starts without a stage 1, from --teacher with fresh feature maps."""
+    teacher: str | None = None
+    """Folder or hub name of the teacher (default: the one that the run of --init_from names); it must be that run's teacher."""
+    teacher_revision: str | None = None
+    """Git revision of a hub teacher, for instance step143000."""
+    train_tokens: Count = 180_000 * 49_152
+    """Tokens to train on, in all (1e9, 1B and 300M are understood); rounded down to whole steps."""
+    lr: float = 1e-5
+    """Peak learning rate."""
+    lr_new: float | None = None
+    """Peak learning rate of what stage 2 adds: decay, convolution and gate (default: --lr)."""
+    kd_alpha: float = 0.0
+    """Share a of the loss (1 − a) · cross-entropy + a · KL(teacher ‖ student)."""
+    kd_temperature: float = 1.0
+    """Temperature of both softmaxes in that KL."""
+
+    def __post_init__(self):
+        RecipeOptions.__post_init__(self)
+        TrainOptions.__post_init__(self)
+        _require(
+            (self.init_from is None) == (self.stage1_steps == 0),
+            f"--init_from={self.init_from} with --stage1_steps={self.stage1_steps}; give --init_from RUN (a run of scripts/stage1.py), "
+            "or --stage1_steps 0 with --teacher to start without a stage 1",
+        )
+        _require(
+            self.stage1_steps is None or self.stage1_steps >= 0, f"--stage1_steps={self.stage1_steps} must be a whole number of at least 0"
+        )
+        _require(self.init_from is not None or self.teacher is not None, "--stage1_steps 0 needs a --teacher to start from")
+        _require(self.lr_new is None or 0 < self.lr_new < math.inf, f"--lr_new={self.lr_new} must be positive and finite")
+        _require(0 <= self.kd_alpha <= 1, f"--kd_alpha={self.kd_alpha} must lie between 0 and 1")
+        _require(0 < self.kd_temperature < math.inf, f"--kd_temperature={self.kd_temperature} must be positive and finite")
+        self.mixer_config("hedge_mamba")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -109,7 +109,7 @@ def _empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device |
 def _open_run(path: Path, dtype: torch.dtype, device: torch.device | str) -> OpenModel:
     checkpoint = open_checkpoint(path, groups=("parameters",))
     try:
-        config = ModelConfig(**checkpoint.record["model"])
+        config = ModelConfig.from_record(checkpoint.record["model"])
     except (KeyError, TypeError) as error:
         raise InputError(
             f"checkpoint {checkpoint.path} was written by another version: its record has no model to build ({error})"

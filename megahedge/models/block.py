@@ -1,15 +1,20 @@
 """One layer: a token mixer and an MLP, each behind a layer norm, on a residual stream."""
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from megahedge.config.model import ModelConfig
+from megahedge.models.context import SequenceContext
 from megahedge.models.mixers import MIXERS
 from megahedge.models.mlp import MLP
 from megahedge.models.norms import LayerNorm
-from megahedge.models.rotary import Rotary
 from megahedge.parallel.collectives import copy_to_tp
 from megahedge.parallel.layers import reduce_partial_sums
 from megahedge.parallel.topology import TensorParallel
+
+Mix = Callable[[Tensor, SequenceContext], tuple[Tensor, Tensor | None]]
+"""A Mixer, or what is called like one."""
 
 
 class Block(nn.Module):
@@ -21,7 +26,7 @@ class Block(nn.Module):
     The sequential form needs two reduces in any case; there the copies stand behind the norms, whose gradients are complete.
     """
 
-    def __init__(self, config: ModelConfig, tensor_parallel: TensorParallel, layer_index: int, mixer: str):
+    def __init__(self, config: ModelConfig, tensor_parallel: TensorParallel, layer_index: int):
         super().__init__()
         self.tensor_parallel = tensor_parallel
         self.parallel_residual = config.parallel_residual
@@ -30,22 +35,23 @@ class Block(nn.Module):
             return LayerNorm(config.hidden_size, config.norm_eps, tensor_parallel, partial_gradients=config.parallel_residual)
 
         self.mixer_norm = norm()
-        self.mixer = MIXERS[mixer](config, tensor_parallel, layer_index)
+        self.mixer = MIXERS[config.mixer.kind](config, tensor_parallel, layer_index)
         self.mlp_norm = norm()
         self.mlp = MLP(config, tensor_parallel)
 
-    def forward(self, hidden: Tensor, rotary: Rotary) -> Tensor:
-        """hidden [b, t, hidden_size], replicated → the same."""
-        return self._parallel(hidden, rotary) if self.parallel_residual else self._sequential(hidden, rotary)
+    def forward(self, hidden: Tensor, context: SequenceContext, mix: Mix | None = None) -> Tensor:
+        """hidden [b, t, hidden_size], replicated → the same; `mix` stands in for the mixer where it is given."""
+        run = self._parallel if self.parallel_residual else self._sequential
+        return run(hidden, context, mix or self.mixer)
 
-    def _parallel(self, hidden: Tensor, rotary: Rotary) -> Tensor:
+    def _parallel(self, hidden: Tensor, context: SequenceContext, mix: Mix) -> Tensor:
         shared = copy_to_tp(hidden, self.tensor_parallel)
-        mixed, mixer_bias = self.mixer(self.mixer_norm(shared), rotary)
+        mixed, mixer_bias = mix(self.mixer_norm(shared), context)
         fed, mlp_bias = self.mlp(self.mlp_norm(shared))
         return hidden + reduce_partial_sums(mixed + fed, (mixer_bias, mlp_bias), self.tensor_parallel)
 
-    def _sequential(self, hidden: Tensor, rotary: Rotary) -> Tensor:
-        mixed, mixer_bias = self.mixer(copy_to_tp(self.mixer_norm(hidden), self.tensor_parallel), rotary)
+    def _sequential(self, hidden: Tensor, context: SequenceContext, mix: Mix) -> Tensor:
+        mixed, mixer_bias = mix(copy_to_tp(self.mixer_norm(hidden), self.tensor_parallel), context)
         hidden = hidden + reduce_partial_sums(mixed, (mixer_bias,), self.tensor_parallel)
         fed, mlp_bias = self.mlp(copy_to_tp(self.mlp_norm(hidden), self.tensor_parallel))
         return hidden + reduce_partial_sums(fed, (mlp_bias,), self.tensor_parallel)

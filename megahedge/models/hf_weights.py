@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megahedge.config.mixer import MixerConfig
 from megahedge.config.model import ModelConfig
 from megahedge.models.families import FAMILIES, family_of
 from megahedge.models.hub import resolve_pretrained
@@ -22,6 +23,7 @@ from megahedge.utils.logging import get_logger
 
 __all__ = [
     "CheckpointReader",
+    "PretrainedWeights",
     "TokenIds",
     "from_pretrained",
     "load_config",
@@ -56,31 +58,52 @@ def load_config_file(path: str | os.PathLike) -> ModelConfig:
         raise InputError(f"{path}: {error}") from error
 
 
+class PretrainedWeights:
+    """The tensors of a Hugging Face folder under our names.
+
+    Raises InputError unless the folder holds each parameter of its config's softmax model in its shape, and nothing that would be
+    dropped.
+    """
+
+    def __init__(self, config: ModelConfig, folder: str | os.PathLike):
+        self.folder = folder
+        self._reader = CheckpointReader(folder)
+        self._published = _match(config, self._reader)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._published
+
+    def __len__(self) -> int:
+        return len(self._published)
+
+    def read(self, name: str, index: Index | None = None) -> Tensor:
+        """A tensor, or a piece of it, in the dtype of the file."""
+        piece = self._reader.read(self._published[name], index)
+        if piece.dtype not in SUPPORTED_DTYPES:
+            found = f"{self._published[name]} is {piece.dtype}"
+            raise InputError(f"{self.folder}: {found}; fp16, bf16 or fp32 weights are wanted, not quantised ones")
+        return piece
+
+
 def load_pretrained(model: LanguageModel, folder: str | os.PathLike) -> None:
-    """Copy the folder's weights into the model, each rank its own slices, in the parameters' dtype.
+    """Copy the folder's weights into a softmax model, each rank its own slices, in the parameters' dtype.
 
     Raises InputError unless the folder holds each parameter in its shape and nothing that the model would drop.
     """
-    reader = CheckpointReader(folder)
-    published = _match(model, reader)
-
-    def read(name: str, index: Index) -> Tensor:
-        piece = reader.read(published[name], index)
-        if piece.dtype not in SUPPORTED_DTYPES:
-            raise InputError(f"{folder}: {published[name]} is {piece.dtype}; fp16, bf16 or fp32 weights are wanted, not quantised ones")
-        return piece
-
-    load_parameters(model, read, model.tensor_parallel)
-    logger.info("%s: %d tensors loaded, 0 missing, 0 unexpected", folder, len(published))
+    weights = PretrainedWeights(model.config, folder)
+    load_parameters(model, weights.read, model.tensor_parallel)
+    logger.info("%s: %d tensors loaded, 0 missing, 0 unexpected", folder, len(weights))
 
 
-def _match(model: LanguageModel, reader: CheckpointReader) -> dict[str, str]:
-    """Published name, as the folder spells it, of each of our parameters.  Raises InputError unless the two sets and all shapes agree."""
-    family = FAMILIES[model.config.family]
+def _match(config: ModelConfig, reader: CheckpointReader) -> dict[str, str]:
+    """Published name, as the folder spells it, of each parameter.  Raises InputError unless the two sets and all shapes agree."""
+    family = FAMILIES[config.family]
     there = {family.canonical_name(name): name for name in reader.names if not family.ignorable(name)}
-    if model.config.tie_word_embeddings:
+    if config.tie_word_embeddings:
         there.pop(family.hf_name("lm_head.weight"), None)  # .bin files repeat the tied matrix
-    wanted = {family.hf_name(name): (name, spec.full_shape) for name, spec in named_specs(model)}
+    with torch.device("meta"):
+        specs = list(named_specs(LanguageModel(config.with_mixer(MixerConfig()))))
+    wanted = {family.hf_name(name): (name, spec.full_shape) for name, spec in specs}
     problems = {
         "missing": [name for name in wanted if name not in there],
         "unexpected": [name for name in there if name not in wanted],

@@ -2,14 +2,17 @@
 
 # b batch, t seq_len
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megahedge.config.model import ModelConfig
+from megahedge.kernels import DenominatorStats
 from megahedge.models.block import Block
+from megahedge.models.context import SequenceContext
 from megahedge.models.norms import LayerNorm
-from megahedge.models.rotary import Rotary
 from megahedge.parallel.layers import VocabParallelEmbedding, VocabParallelHead
 from megahedge.parallel.loss import vocab_parallel_token_losses
 from megahedge.parallel.topology import TensorParallel
@@ -25,42 +28,40 @@ class LanguageModel(nn.Module):
     Raises InputError if the TP size does not divide the heads or the MLP's width.
     """
 
-    def __init__(
-        self, config: ModelConfig, tensor_parallel: TensorParallel = SINGLE, mixer: str = "softmax", activation_checkpointing: bool = False
-    ):
+    def __init__(self, config: ModelConfig, tensor_parallel: TensorParallel = SINGLE, activation_checkpointing: bool = False):
         super().__init__()
         self.config = config
         self.tensor_parallel = tensor_parallel
         self.activation_checkpointing = activation_checkpointing
         std = config.initializer_range
         self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tensor_parallel, std=std)
-        self.blocks = nn.ModuleList([Block(config, tensor_parallel, index, mixer) for index in range(config.num_layers)])
+        self.blocks = nn.ModuleList([Block(config, tensor_parallel, index) for index in range(config.num_layers)])
         self.final_norm = LayerNorm(config.hidden_size, config.norm_eps, tensor_parallel)
         tied = self.embedding.weight if config.tie_word_embeddings else None
         self.lm_head = VocabParallelHead(config.hidden_size, config.vocab_size, tensor_parallel, std=std, tied=tied)
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, boundaries: Tensor | None = None, stats: DenominatorStats | None = None) -> Tensor:
         """tokens [b, t] int64 → logits [b, t, ceil(vocab_size / tp_size)] of this rank's part of the vocabulary.
 
-        positions [t] or [b, t] for RoPE; 0 … t − 1 where not given.
+        boundaries [b, t] bool, true where a document begins of which nothing before is a part: positions count from there, and
+        no mixer looks across.  stats counts the normalisers of linear attention.
         """
-        return self.lm_head(self.hidden_states(tokens, positions))
+        return self.lm_head(self.hidden_states(tokens, boundaries, stats))
 
-    def token_losses(self, tokens: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
+    def token_losses(self, tokens: Tensor, labels: Tensor, boundaries: Tensor | None = None) -> Tensor:
         """Cross-entropy of each label in nats, [b, t] fp32, the same on every TP rank; 0 where the label is −100."""
-        return vocab_parallel_token_losses(self(tokens, positions), labels, self.config.vocab_size, self.tensor_parallel)
+        return vocab_parallel_token_losses(self(tokens, boundaries), labels, self.config.vocab_size, self.tensor_parallel)
 
-    def hidden_states(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    def hidden_states(self, tokens: Tensor, boundaries: Tensor | None = None, stats: DenominatorStats | None = None) -> Tensor:
         """What the head reads: the last block's output after the final norm, [b, t, hidden_size]."""
-        if positions is None:
-            positions = torch.arange(tokens.shape[-1], device=tokens.device)
-        rotary = Rotary.of(positions, self.config)
+        context = SequenceContext.of(tokens, self.config, boundaries, stats)
         hidden = self.embedding(tokens)
         for block in self.blocks:
-            hidden = self._run(block, hidden, rotary)
+            hidden = self.recompute(block, hidden, context)
         return self.final_norm(hidden)
 
-    def _run(self, block: Block, hidden: Tensor, rotary: Rotary) -> Tensor:
+    def recompute(self, function: Callable, *arguments):
+        """function(*arguments), its activations recomputed in the backward where the model was asked for that."""
         if self.activation_checkpointing and torch.is_grad_enabled():
-            return checkpoint(block, hidden, rotary, use_reentrant=False)
-        return block(hidden, rotary)
+            return checkpoint(function, *arguments, use_reentrant=False)
+        return function(*arguments)

@@ -1,6 +1,7 @@
 """Fresh parameters that are the same for every TP size."""
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +16,19 @@ def initialize_parameters(model: nn.Module, seed: int, tensor_parallel: TensorPa
     Neither the TP size nor the order or presence of other parameters changes a draw.  The draw is made on the CPU in fp32, so that
     it does not depend on the device or on the parameter's dtype either.
     """
-    parameters = dict(model.named_parameters())
+    load_parameters(model, fresh_values(model, seed), tensor_parallel)
 
-    def read(name, index):
-        return draw(name, parameters[name].shard_spec.full_shape, parameters[name].init, seed)[index]
 
-    load_parameters(model, read, tensor_parallel)
+def fresh_values(model: nn.Module, seed: int) -> Callable[..., Tensor]:
+    """A function of name and index that draws any of the model's parameters, or the piece of it at the index."""
+    declared = {name: (parameter.shard_spec.full_shape, parameter.init) for name, parameter in model.named_parameters()}
+    return lambda name, index=(): draw(name, *declared[name], seed)[index]
 
 
 def draw(name: str, shape: tuple[int, ...], init: Init, seed: int) -> Tensor:
     """The full fp32 tensor of that name."""
+    if init.pattern is not None:
+        return init.pattern(shape)
     if not init.std:
         return torch.full(shape, init.constant)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()

@@ -30,23 +30,34 @@ class ShardSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Init:
-    """Distribution of a fresh parameter: normal with mean 0, or a constant where `std` is 0."""
+    """How a fresh parameter is filled: a pattern where there is one, else normal with mean 0, else (`std` is 0) a constant."""
 
     std: float = 0.0
     constant: float = 0.0
+    pattern: Callable[[tuple[int, ...]], Tensor] | None = None
+    """The full tensor of a shape."""
 
 
 ZEROS, ONES = Init(), Init(constant=1.0)
 
 
 def declare_parameter(
-    full_shape: tuple[int, ...], init: Init, tensor_parallel: TensorParallel, shard_dim: int | None = None
+    full_shape: tuple[int, ...],
+    init: Init,
+    tensor_parallel: TensorParallel,
+    shard_dim: int | None = None,
+    *,
+    weight_decay: bool = True,
 ) -> nn.Parameter:
-    """An uninitialised parameter of this rank's shape that carries `shard_spec`, `init` and DeepSpeed's mark of sharded ones."""
+    """An uninitialised parameter of this rank's shape that carries `shard_spec`, `init` and DeepSpeed's mark of sharded ones.
+
+    weight_decay False exempts a matrix from the optimizer's weight decay (vectors are exempt anyhow).
+    """
     spec = ShardSpec(shard_dim, tuple(full_shape))
     parameter = nn.Parameter(torch.empty(local_shape(spec, tensor_parallel.size)))
     parameter.shard_spec = spec
     parameter.init = init
+    parameter.no_weight_decay = not weight_decay
     if shard_dim is not None:
         parameter.tensor_model_parallel = True  # without it DeepSpeed's gradient norm counts one rank's piece only
     return parameter

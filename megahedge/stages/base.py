@@ -22,7 +22,7 @@ from megahedge.models.hf_weights import weights_digest
 from megahedge.models.language_model import LanguageModel
 from megahedge.parallel.sharding import full_numel
 from megahedge.parallel.topology import TensorParallel, Topology
-from megahedge.training.checkpointing import Progress, find_checkpoint, load_student, restore_optimizer
+from megahedge.training.checkpointing import Extras, Progress, find_checkpoint, load_student, restore_optimizer
 from megahedge.training.distributed import init_distributed, on_first_rank
 from megahedge.training.ds_config import load_ds_config, merge_ds_config, zero_stage
 from megahedge.training.engine import TrainingEngine
@@ -49,6 +49,18 @@ class Stage(nn.Module, abc.ABC):
     @abc.abstractmethod
     def start(self, plan: "Plan") -> None:
         """Give every parameter its starting value, in fp32, when there is no checkpoint to go on from."""
+
+    def load_teacher(self, plan: "Plan") -> None:
+        """Fill what the module holds besides the student; called at every start."""
+
+    @classmethod
+    def origin(cls, plan: "Plan") -> dict:
+        """What the run's record says of where the first parameters come from; asked on rank 0.  Raises InputError if it does not fit."""
+        return {"weights": weights_digest(plan.weights) if plan.weights else None}
+
+    def extras(self, plan: "Plan") -> Extras:
+        """What a checkpoint holds besides the parameters that train."""
+        return Extras()
 
     @abc.abstractmethod
     def loss(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -79,15 +91,24 @@ class Plan:
     tokenizer_source: str
     """Where it was found."""
     weights: Path | None = None
-    """Hugging Face folder whose weights the run starts from."""
+    """Hugging Face folder of the model that the run starts from, or learns from."""
+    source: Checkpoint | None = None
+    """Checkpoint of the stage before, from which the run starts."""
 
 
 def plan_run(
-    options: TrainOptions, model: ModelConfig, default_output_dir: str, tokenizer, tokenizer_source: str, weights: Path | None = None
+    options: TrainOptions,
+    model: ModelConfig,
+    default_output_dir: str,
+    tokenizer,
+    tokenizer_source: str,
+    *,
+    weights: Path | None = None,
+    source: Checkpoint | None = None,
 ) -> Plan:
     """Check options, data, tokenizer, sizes and the run folder.
 
-    tokenizer: that of the model; tokenizer_source: where it came from, for messages; weights: the folder that the run starts from.
+    tokenizer: that of the model; tokenizer_source: where it came from, for messages; weights, source: see Plan.
     Raises InputError.  Nothing is written but, beside large data, its sample order.
     """
     check_wandb(options.wandb_project)
@@ -104,7 +125,7 @@ def plan_run(
     digest = _check_data(options, model, tokenizer, tokenizer_source)
     validation = ValidationData(_find_validation(options), options.seq_len, options.eval_tokens, model.vocab_size)
     data = TrainingData(options.data_path, options.seq_len, options.seed)
-    return Plan(options, run, model, batches, ds_config, data, validation, digest, tokenizer_source, weights)
+    return Plan(options, run, model, batches, ds_config, data, validation, digest, tokenizer_source, weights, source)
 
 
 def _find_validation(options: TrainOptions) -> str:
@@ -151,7 +172,7 @@ def run_stage(stage_type: type[Stage], plan: Plan) -> tuple[Stage, TrainingEngin
 
 def _run(stage_type: type[Stage], plan: Plan, topology: Topology) -> tuple[Stage, TrainingEngine, Progress]:
     options = plan.options
-    record = on_first_rank(lambda: _record(stage_type.name, plan), "the model and data could not be digested")
+    record = on_first_rank(lambda: _record(stage_type, plan), "the model and data could not be digested")
     stage, checkpoint = _build(stage_type, plan, topology, record)
     print_header(stage.name, plan, stage)
     progress = Progress(**checkpoint.record["progress"]) if checkpoint else Progress()
@@ -178,7 +199,8 @@ def _run(stage_type: type[Stage], plan: Plan, topology: Topology) -> tuple[Stage
     with contextlib.ExitStack() as opened:
         metrics = []
         on_first_rank(lambda: metrics.append(opened.enter_context(_open_metrics(plan, progress))), f"--output_dir={plan.run.path}")
-        job = Job(options, engine, stage.student, loader, evaluate, plan.run, metrics[0] if metrics else None, record)
+        log = metrics[0] if metrics else None
+        job = Job(options, engine, stage.student, loader, evaluate, plan.run, log, record, stage.extras(plan))
         progress = train(job, progress)
     return stage, engine, progress
 
@@ -196,13 +218,14 @@ def _build(stage_type: type[Stage], plan: Plan, topology: Topology, record: dict
         stage.start(plan)
         if plan.options.resume:
             logger.info("--resume: no checkpoint in %s yet; starting at step 0", plan.run.checkpoints)
+    stage.load_teacher(plan)
     return stage, checkpoint
 
 
-def _record(name: str, plan: Plan) -> dict:
+def _record(stage_type: type[Stage], plan: Plan) -> dict:
     """What a checkpoint and run.json say of a run: its mathematics apart from the options."""
-    weights = weights_digest(plan.weights) if plan.weights else None
-    return {"stage": name, "model": dataclasses.asdict(plan.model), "weights": weights, "data": _data_record(plan)}
+    model = dataclasses.asdict(plan.model)
+    return {"stage": stage_type.name, "model": model, "data": _data_record(plan), "origin": stage_type.origin(plan)}
 
 
 def _check_same_run(checkpoint: Checkpoint, record: dict) -> None:
@@ -213,10 +236,13 @@ def _check_same_run(checkpoint: Checkpoint, record: dict) -> None:
             raise InputError(f"--resume from {checkpoint.path}: its {key} was {before}, and is {now} now; use a new --output_dir")
 
 
+_PLACES = ("prefix", "tokenizer_name", "teacher", "teacher_revision", "init_from")
+
+
 def _without_places(value):
     """A record with the names of files and folders left out."""
     if isinstance(value, dict):
-        return {key: _without_places(item) for key, item in value.items() if key not in ("prefix", "tokenizer_name")}
+        return {key: _without_places(item) for key, item in value.items() if key not in _PLACES}
     return [_without_places(item) for item in value] if isinstance(value, list) else value
 
 

@@ -60,7 +60,7 @@ def pretrain(options: PretrainOptions) -> None:
         config = load_config(weights)
     tokenizer, source = _find_tokenizer(options)
     model_name = Path(options.model_config).stem if weights is None else Path(options.init_from).name
-    plan = plan_run(options, config, f"runs/pretrain-{model_name}", tokenizer, source, weights)
+    plan = plan_run(options, config, f"runs/pretrain-{model_name}", tokenizer, source, weights=weights)
     outcome = run_stage(Pretrain, plan)
     if outcome is None:
         return

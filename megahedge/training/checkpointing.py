@@ -6,10 +6,11 @@ The files say nothing of ranks, ZeRO or TP, so any topology reads what any other
 import dataclasses
 import functools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from megahedge.checkpoint.store import Checkpoint, CheckpointWriter, complete_checkpoints, newest_sound, remove_unfinished, rotate
 from megahedge.parallel.sharding import load_parameters
@@ -43,16 +44,34 @@ class Progress:
         return self.step == total_steps and not self.evaluation_due
 
 
-def save_checkpoint(engine: TrainingEngine, student: nn.Module, root: Path, progress: Progress, record: dict, keep_last: int) -> bool:
+Read = Callable[[str], Tensor]
+"""Gives a whole tensor by the name of its parameter."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Extras:
+    """What a checkpoint holds besides what trains; both are asked on rank 0 alone."""
+
+    read_frozen: Read | None = None
+    """Frozen parameters as exactly as they were given, where the module may hold them rounded; None where all parameters train."""
+    make_probe: Callable[[Read], dict[str, Tensor]] | None = None
+    """Makes the tensors of the group `probe` from the parameters as they were written."""
+
+
+def save_checkpoint(
+    engine: TrainingEngine, student: nn.Module, root: Path, progress: Progress, record: dict, keep_last: int, extras: Extras = Extras()
+) -> bool:
     """Write a checkpoint of the whole student.  Collective; rank 0 writes.  Returns whether it was written.
 
     A failure to write is reported and leaves the run and the older checkpoints as they are.
     """
-    sink = _Sink(root, progress.step) if dist.get_rank() == 0 else _Nothing()
-    for name, parameter in student.named_parameters():
-        trainable = name in engine.parameters
-        sink.add("parameters", name, engine.read_full(name) if trainable else engine.read_frozen(parameter))
-        for moment in MOMENTS if trainable else ():
+    sink = _Sink(root, progress.step, extras) if dist.get_rank() == 0 else _Nothing()
+    for name, _ in student.named_parameters():
+        if name not in engine.parameters:
+            sink.add_frozen(name)
+            continue
+        sink.add("parameters", name, engine.read_full(name))
+        for moment in MOMENTS:
             sink.add("optimizer", f"{name}.{moment}", engine.read_full(name, moment))
     sink.finish(record | {"progress": dataclasses.asdict(progress)}, keep_last)
     outcome = [sink.error]
@@ -70,6 +89,9 @@ class _Nothing:
     def add(self, group, name, tensor):
         """Drop the tensor."""
 
+    def add_frozen(self, name):
+        """Read nothing."""
+
     def finish(self, record, keep_last):
         """Nothing was collected."""
 
@@ -77,9 +99,10 @@ class _Nothing:
 class _Sink:
     """A CheckpointWriter that remembers its first failure instead of leaving other ranks waiting in a collective."""
 
-    def __init__(self, root: Path, step: int):
+    def __init__(self, root: Path, step: int, extras: Extras):
         self.error: str | None = None
         self._writer = None
+        self._extras = extras
         self._root, self._step = root, step
         self._attempt(self._open)
 
@@ -99,8 +122,18 @@ class _Sink:
         """Add a tensor unless something has failed before."""
         self._attempt(lambda: self._writer.add(group, name, tensor))
 
+    def add_frozen(self, name):
+        """Add a parameter that does not train, from where its exact values are."""
+        self._attempt(lambda: self._writer.add("parameters", name, self._extras.read_frozen(name)))
+
+    def _add_probe(self):
+        for name, tensor in self._extras.make_probe(functools.partial(self._writer.read, "parameters")).items():
+            self._writer.add("probe", name, tensor)
+
     def finish(self, record, keep_last):
         """Make the checkpoint visible and remove old ones."""
+        if self._extras.make_probe is not None:
+            self._attempt(self._add_probe)
         self._attempt(lambda: self._writer.finish(record))
         if self.error is None:
             try:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from megahedge.parallel.topology import Topology
+from megahedge.training.op_builds import await_op_builds
 from megahedge.utils.errors import InputError, RunError
 from megahedge.utils.words import divisors, either
 
@@ -34,6 +35,7 @@ def init_distributed(tp_size: int) -> Topology:
     if world_size % tp_size:
         raise InputError(f"--tp_size={tp_size} does not divide the number of processes {world_size}; use {either(divisors(world_size))}")
     _quiet_deepspeed()
+    await_op_builds()
     import deepspeed
 
     if torch.cuda.is_available():

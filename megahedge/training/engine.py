@@ -95,7 +95,7 @@ class TrainingEngine:
     def train_step(self, micro_batches: Iterable[Batch], lr: float, *, stop_requested: bool = False) -> StepResult:
         """Forward and backward of this rank's micro-batches, then one update agreed by all ranks."""
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_scale"]
         self.deepspeed.train()
         scalars, finite, positions = [], [], []
         for batch, is_last in _mark_last(micro_batches):
@@ -164,14 +164,6 @@ class TrainingEngine:
     def read_full(self, name: str, moment: str | None = None) -> Tensor:
         """A trainable parameter's fp32 master, or one of its moments, whole.  Collective: every rank calls it for the same name."""
         return self._unshard(self.parameters[name], self._read(name, moment))
-
-    def read_frozen(self, parameter: nn.Parameter) -> Tensor:
-        """A frozen parameter whole, in the dtype in which the module holds it.  Collective."""
-        import deepspeed
-
-        gather = hasattr(parameter, "ds_id")
-        with deepspeed.zero.GatheredParameters([parameter]) if gather else contextlib.nullcontext():
-            return self._unshard(parameter, parameter.detach().clone())
 
     def write(self, name: str, read: Callable[[Index], Tensor], moment: str | None = None) -> None:
         """Set this rank's part of a master or moment; `read` gives the piece of the whole tensor at an index."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megahedge.config.options import TrainOptions
 from megahedge.data.loader import BatchLoader
 from megahedge.evaluation.perplexity import Perplexity
-from megahedge.training.checkpointing import Progress, save_checkpoint
+from megahedge.training.checkpointing import Extras, Progress, save_checkpoint
 from megahedge.training.engine import StepResult, TrainingEngine
 from megahedge.training.metrics import MetricsLog, finite_or_none
 from megahedge.training.optim import learning_rate
@@ -44,6 +44,8 @@ class Job:
     """On rank 0."""
     record: dict
     """What a checkpoint says beside its tensors: model, stage, data."""
+    extras: Extras = dataclasses.field(default_factory=Extras)
+    """What a checkpoint holds besides what trains."""
 
 
 def train(job: Job, progress: Progress) -> Progress:
@@ -94,7 +96,8 @@ def train(job: Job, progress: Progress) -> Progress:
 
 def _save(job: Job, progress: Progress, needed: bool) -> None:
     """Write a checkpoint.  Raises RunError if one that the run ends on could not be written."""
-    written = save_checkpoint(job.engine, job.student, job.run.checkpoints, progress, job.record, job.options.keep_last)
+    root, keep_last = job.run.checkpoints, job.options.keep_last
+    written = save_checkpoint(job.engine, job.student, root, progress, job.record, keep_last, job.extras)
     if needed and not written:
         raise RunError(f"the run ends at step {progress.step} and its checkpoint could not be written; --resume goes on from an older one")
 

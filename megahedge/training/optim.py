@@ -14,13 +14,23 @@ class GatedAdamW(torch.optim.AdamW):
     DeepSpeed owns the gradients and hands this optimizer its fp32 partitions.  A step that must not happen (a non-finite gradient
     anywhere) still has to run DeepSpeed's whole clean-up; closing the gate makes that true for every ZeRO stage alike, with
     parameters, moments and step counts left bit for bit.
+
+    A group with a `lower_bound` is projected onto it after each update.  That blocks the outward direction only and leaves gradients
+    alone, so a value at the bound comes free as soon as its gradient wants it, however the batch was cut between ranks.
     """
 
     enabled = True
 
     def step(self, closure=None):
         """One update with the gate open, nothing with it closed."""
-        return super().step(closure) if self.enabled else None
+        if not self.enabled:
+            return None
+        loss = super().step(closure)
+        for group in self.param_groups:
+            if group["lower_bound"] is not None:
+                for parameter in group["params"]:
+                    parameter.detach().clamp_(min=group["lower_bound"])
+        return loss
 
     def make_state(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
         """Give `parameters` (by default those of all groups) the state that they would have before their first update."""
@@ -40,14 +50,19 @@ def decays(parameter: torch.nn.Parameter) -> bool:
 
 
 def build_optimizer(module: torch.nn.Module, options: OptimOptions) -> GatedAdamW:
-    """AdamW over the module's trainable parameters, in a decaying and a non-decaying group."""
-    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in trainable if decays(parameter)], "weight_decay": options.weight_decay},
-        {"params": [parameter for parameter in trainable if not decays(parameter)], "weight_decay": 0.0},
-    ]
+    """AdamW over the module's trainable parameters, grouped by what their makers declared on them.
+
+    `no_weight_decay`; `lr_scale`, a factor on the learning rate; `lower_bound`, the least value.
+    """
+    groups: dict[tuple, list] = {}
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            weight_decay = options.weight_decay if decays(parameter) else 0.0
+            settings = (weight_decay, getattr(parameter, "lr_scale", 1.0), getattr(parameter, "lower_bound", None))
+            groups.setdefault(settings, []).append(parameter)
+    names = ("weight_decay", "lr_scale", "lower_bound")
     return GatedAdamW(
-        [group for group in groups if group["params"]],
+        [{"params": parameters} | dict(zip(names, settings, strict=True)) for settings, parameters in groups.items()],
         lr=options.lr,
         betas=(options.adam_beta1, options.adam_beta2),
         eps=options.adam_eps,

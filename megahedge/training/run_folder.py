@@ -20,11 +20,11 @@ from megahedge.utils.files import file_lock, is_temporary_file, read_json, remov
 from megahedge.utils.versions import code_version, package_versions
 
 # What another topology, machine or watcher may change on resume: nothing of it enters the mathematics of a step.
-# Where data, tokenizer, model config and first weights lie may change too: what they are is compared by content, with the checkpoint.
+# Where data, tokenizer, model config, teacher and first weights lie may change too: what they are is compared by content.
 MAY_CHANGE = {
     "output_dir", "ds_config", "micro_batch_size", "tp_size", "activation_checkpointing", "log_interval", "eval_interval", "save_interval",
     "keep_last", "resume", "dry_run", "print_trainable", "stop_after", "wandb_project", "run_name", "eval_tokens", "export_dtype",
-    "data_path", "val_data_path", "tokenizer", "model_config", "init_from",
+    "data_path", "val_data_path", "tokenizer", "model_config", "init_from", "teacher", "teacher_revision",
 }  # fmt: skip
 
 

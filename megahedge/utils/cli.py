@@ -33,7 +33,8 @@ def parse_options(options_type, argv=None, *, prog=None, description=None):
     """Parse a command line into an instance of a frozen dataclass.
 
     Each field is an option of the same name; the string literal below a field is its help.  Fields without a default are required.
-    `--config FILE.yaml` supplies values that later options override.
+    `--config FILE.yaml` supplies values that later options override.  Where the dataclass has a class attribute `presets`, a function
+    from the parsed options to values by name, those take the place of the defaults.
     Raises InputError for an unknown option, a missing one or a value of the wrong kind.
     """
     parser = _Parser(prog=prog, description=description)
@@ -44,7 +45,18 @@ def parse_options(options_type, argv=None, *, prog=None, description=None):
     for field in dataclasses.fields(options_type):
         _add_option(parser, field, hints[field.name], helps.get(field.name, ""))
     values = parser.parse_args(argv).as_dict()
+    presets = getattr(options_type, "presets", None)
+    if presets is not None:
+        _set_defaults(parser, presets(values))
+        values = parser.parse_args(argv).as_dict()
     return options_type(**{field.name: _frozen(values[field.name]) for field in dataclasses.fields(options_type)})
+
+
+def _set_defaults(parser, values: dict) -> None:
+    unknown = [name for name in values if name not in parser.get_defaults()]
+    if unknown:
+        raise InputError(f"the preset values name unknown options: {', '.join(unknown)}")
+    parser.set_defaults(values)
 
 
 def _frozen(value):

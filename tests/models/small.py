@@ -21,6 +21,8 @@ def small_config(**changes) -> ModelConfig:
 def random_parameter(name: str, parameter: nn.Parameter, seed: int = 0) -> torch.Tensor:
     """The full tensor of that name: matrices of a scale that keeps activations near 1, vectors of spread 0.2 around their own start."""
     shape = parameter.shard_spec.full_shape
+    if hasattr(parameter, "lower_bound"):
+        return parameter.lower_bound + draw(name, shape, Init(std=0.2), seed).abs()
     if len(shape) == 1:
         return parameter.init.constant + draw(name, shape, Init(std=0.2), seed)
     return draw(name, shape, Init(std=shape[1] ** -0.5), seed)

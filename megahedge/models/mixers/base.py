@@ -1,11 +1,13 @@
 """What every token mixer is to its block."""
 
+# b batch, t seq_len, h num_local_heads, p head_dim
+
 import abc
 
 from torch import Tensor, nn
 
 from megahedge.config.model import ModelConfig
-from megahedge.models.rotary import Rotary
+from megahedge.models.context import SequenceContext
 from megahedge.parallel.topology import TensorParallel
 
 
@@ -15,6 +17,9 @@ class Mixer(nn.Module, abc.ABC):
     The input comes replicated and past `copy_to_tp`: the gradient that a mixer returns for it may be a partial sum, and the block
     sums it.  A parameter that a mixer replicates therefore goes through `copy_parameters_to_tp`, unless the mixer itself puts a
     copy after it.
+
+    Parameters live in submodules that are called, none in the mixer itself: ZeRO-3 gathers what a module owns when it is called,
+    and a mixer's steps are called one by one where teacher and student share some of them.
     """
 
     @abc.abstractmethod
@@ -23,7 +28,7 @@ class Mixer(nn.Module, abc.ABC):
         super().__init__()
 
     @abc.abstractmethod
-    def forward(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor | None]:
+    def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
         """hidden [b, t, hidden_size] → this rank's partial sum of the output, and the output's replicated bias or None.
 
         The block sums over the group, together with the MLP's partial sum where it can, and adds the bias after.

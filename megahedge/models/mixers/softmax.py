@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megahedge.config.model import ModelConfig
+from megahedge.models.context import SequenceContext
 from megahedge.models.mixers.base import Mixer
-from megahedge.models.rotary import Rotary
 from megahedge.parallel.layers import ColumnParallelLinear, RowParallelLinear, divide
 from megahedge.parallel.topology import TensorParallel
 
@@ -27,12 +27,21 @@ class SoftmaxAttention(Mixer):
         self.qkv_proj = ColumnParallelLinear(hidden, 3 * hidden, tensor_parallel, std=config.initializer_range, bias=bias)
         self.out_proj = RowParallelLinear(hidden, hidden, tensor_parallel, std=config.residual_std, bias=bias)
 
-    def forward(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor | None]:
-        q, k, v = self.project(hidden, rotary)
-        mixed = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)  # [b, h, t, p]
-        return self.out_proj(mixed.transpose(1, 2).flatten(2))
+    def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
+        return self.project_out(softmax_attention(*self.project(hidden), context))
 
-    def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys, both rotated, and values of this rank's heads, each [b, t, h, p]."""
-        q, k, v = self.qkv_proj(hidden).unflatten(-1, (self.num_local_heads, 3, self.head_dim)).unbind(-2)
-        return rotary.rotate(q), rotary.rotate(k), v
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of this rank's heads, not yet rotated, each [b, t, h, p]."""
+        return self.qkv_proj(hidden).unflatten(-1, (self.num_local_heads, 3, self.head_dim)).unbind(-2)
+
+    def project_out(self, mixed: Tensor) -> tuple[Tensor, Tensor | None]:
+        """mixed [b, t, h, p] → what `forward` returns."""
+        return self.out_proj(mixed.flatten(2))
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
+    """softmax(q kᵀ / √p) v, causal and within documents, of q and k as projected; all [b, t, h, p]."""
+    q, k = context.rotary.rotate(q), context.rotary.rotate(k)
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    mask = context.attention_mask()
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None).transpose(1, 2)

@@ -1,0 +1,1 @@
+"""How a student is compared with its teacher."""

@@ -1,0 +1,94 @@
+"""Stage 1's comparison: the same module tree runs as teacher (softmax) and as student (linear attention), layer by layer."""
+
+# b batch, t seq_len, d hidden_size
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from megahedge.distill.losses import LOSSES
+from megahedge.kernels import DenominatorStats
+from megahedge.models.block import Block
+from megahedge.models.context import SequenceContext
+from megahedge.models.language_model import LanguageModel
+from megahedge.models.mixers.softmax import softmax_attention
+from megahedge.parallel.layers import reduce_partial_sums
+
+Pair = tuple[Tensor, Tensor]
+"""A student's tensor and the teacher's, [b, t, d]."""
+
+
+def layer_losses(
+    model: LanguageModel, tokens: Tensor, inputs: str, targets: str, loss: str, stats: DenominatorStats | None = None
+) -> Tensor:
+    """Loss of every layer, [num_layers] fp32, from tokens [b, t]; gradients reach the student's feature maps only.
+
+    model: a `hedgehog` model whose other parameters are the teacher's, frozen.
+    inputs: `student` feeds each student block what the student block before it made, `teacher` what the teacher's did.
+    targets: `block` compares the blocks' outputs, `mixer` the mixers'.
+    stats: counts the student's normalisers.
+    No logits are made.
+    """
+    context = SequenceContext.of(tokens, model.config, stats=stats)
+    pairs = _teacher_fed if inputs == "teacher" else _student_fed
+    return torch.stack([LOSSES[loss](*pair) for pair in pairs(model, tokens, context, targets)])
+
+
+def _student_fed(model: LanguageModel, tokens: Tensor, context: SequenceContext, targets: str) -> Iterator[Pair]:
+    student = teacher = model.embedding(tokens)
+    for block in model.blocks:
+        with torch.no_grad():
+            teacher, teacher_mixed = _run_block(block, teacher, context, block.mixer.teacher, targets)
+        student, student_mixed = model.recompute(_run_block, block, student, context, block.mixer, targets)
+        yield (student_mixed, teacher_mixed) if targets == "mixer" else (student, teacher)
+
+
+def _teacher_fed(model: LanguageModel, tokens: Tensor, context: SequenceContext, targets: str) -> Iterator[Pair]:
+    hidden = model.embedding(tokens)
+    for block in model.blocks:
+        run = _run_both if block.parallel_residual else _run_one_after_the_other
+        hidden, pair = model.recompute(run, block, hidden, context, targets)
+        yield pair
+
+
+def _run_block(block: Block, hidden: Tensor, context: SequenceContext, mix: Callable, targets: str) -> tuple[Tensor, Tensor | None]:
+    """The block's output with `mix` as its mixer, and the mixer's own output where that is wanted."""
+    mixed = []
+
+    def watched(normed, context):
+        mixed.append(mix(normed, context))
+        return mixed[0]
+
+    output = block(hidden, context, watched)
+    if targets == "block":
+        return output, None
+    partial, bias = mixed[0]
+    return output, reduce_partial_sums(partial, (bias,), block.tensor_parallel)
+
+
+def _run_one_after_the_other(block: Block, hidden: Tensor, context: SequenceContext, targets: str) -> tuple[Tensor, Pair]:
+    """The teacher's output, and the pair to compare."""
+    with torch.no_grad():
+        teacher, teacher_mixed = _run_block(block, hidden, context, block.mixer.teacher, targets)
+    student, student_mixed = _run_block(block, hidden, context, block.mixer, targets)
+    return teacher, (student_mixed, teacher_mixed) if targets == "mixer" else (student, teacher)
+
+
+def _run_both(block: Block, hidden: Tensor, context: SequenceContext, targets: str) -> tuple[Tensor, Pair]:
+    """The same for a parallel residual, where both have the same queries, keys, values and MLP branch: computed once.
+
+    What comes in has no gradient, so no copy over the TP group is needed before the branches.
+    """
+    mixer, tensor_parallel = block.mixer, block.tensor_parallel
+    with torch.no_grad():
+        q, k, v = mixer.project(block.mixer_norm(hidden))
+        fed, mlp_bias = block.mlp(block.mlp_norm(hidden))
+        teacher_mixed, mixer_bias = mixer.project_out(softmax_attention(q, k, v, context))
+    student_mixed, _ = mixer.project_out(mixer.linear_attention(q, k, v, context))
+    if targets == "mixer":
+        student, teacher = (reduce_partial_sums(mixed, (mixer_bias,), tensor_parallel) for mixed in (student_mixed, teacher_mixed))
+        return hidden + teacher + reduce_partial_sums(fed, (mlp_bias,), tensor_parallel), (student, teacher)
+    biases = (mixer_bias, mlp_bias)
+    student, teacher = (hidden + reduce_partial_sums(mixed + fed, biases, tensor_parallel) for mixed in (student_mixed, teacher_mixed))
+    return teacher, (student, teacher)

@@ -1,0 +1,38 @@
+"""The division that turns a linear recurrence into attention, and the count of denominators that it had to mend."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+
+def normalise(numerator: Tensor, denominator: Tensor, eps: float) -> Tensor:
+    """numerator / denominator, where a denominator of magnitude below `eps` becomes eps of the same sign; zero counts as positive.
+
+    Positive features need no more than an eps that keeps 0 / 0 finite (real text has denominators of 4e-8); with features of
+    either sign a denominator can pass through zero.  A denominator so replaced is a constant: it has no gradient.
+    """
+    small = denominator.abs() < eps
+    floor = torch.full_like(denominator, eps).masked_fill(denominator < 0, -eps)
+    return numerator / torch.where(small, floor, denominator)
+
+
+@dataclasses.dataclass
+class DenominatorStats:
+    """Counts of the denominators that scans have met; give one to `scan(stats=...)`, as often as wanted, and read it for a log.
+
+    Counts stay on the device until they are read, so that a scan waits for nothing.
+    """
+
+    total: int = 0
+    clamped: Tensor | int = 0
+    """How many were below eps in magnitude and were replaced."""
+    negative: Tensor | int = 0
+    """How many were below zero: none with positive features."""
+
+    @torch.no_grad()
+    def add(self, denominator: Tensor, eps: float) -> None:
+        """Count the denominators of one scan."""
+        self.total += denominator.numel()
+        self.clamped = self.clamped + (denominator.abs() < eps).sum()
+        self.negative = self.negative + (denominator < 0).sum()

@@ -1,0 +1,30 @@
+"""The backends of the scan, and which of them runs a problem."""
+
+import logging
+
+from megahedge.kernels import chunked, loop, reference
+from megahedge.kernels.problem import Backend, Problem
+from megahedge.utils.errors import InputError
+from megahedge.utils.logging import get_logger, log_once
+from megahedge.utils.words import either
+
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (chunked.BACKEND, loop.BACKEND, reference.BACKEND)}
+"""By name, the fastest first: `auto` takes the first that accepts the problem."""
+
+
+def choose_backend(name: str, problem: Problem) -> Backend:
+    """The backend of that name; for `auto` the first of BACKENDS that accepts the problem, logged once per kind of problem.
+
+    Raises InputError if there is no backend of that name, or if it cannot run the problem, with its reason.
+    """
+    if name == "auto":
+        backend = next(backend for backend in BACKENDS.values() if backend.supports(problem) is None)
+        log_once(get_logger("kernels"), logging.INFO, f"scan with {problem}: backend {backend.name}")
+        return backend
+    if name not in BACKENDS:
+        raise InputError(f"there is no scan backend '{name}'; use {either(['auto', *BACKENDS])}")
+    reason = BACKENDS[name].supports(problem)
+    if reason is not None:
+        able = [other.name for other in BACKENDS.values() if other.supports(problem) is None]
+        raise InputError(f"scan backend '{name}' cannot run {problem}: {reason}; use {either(['auto', *able])}")
+    return BACKENDS[name]

@@ -1,0 +1,186 @@
+"""The scan that attention-free mixers run on, over a sequence and one token at a time."""
+
+# b batch, t seq_len, h num_local_heads, n state_size, p head_dim
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+from megahedge.kernels.normaliser import DenominatorStats, normalise
+from megahedge.kernels.problem import Problem, ScanInputs, ScanState
+from megahedge.kernels.reference import advance, read
+from megahedge.kernels.registry import choose_backend
+
+STRUCTURES = ("none", "head", "state", "channel")
+"""By the number of axes of the rate."""
+EPS = 1e-30
+"""Magnitude below which a denominator is replaced: fit for positive features, where only 0 / 0 has to be caught."""
+
+
+def scan(
+    C: Tensor,
+    B: Tensor,
+    V: Tensor,
+    step: Tensor | None = None,
+    rate: Tensor | None = None,
+    *,
+    normalize: bool = True,
+    initial_state: ScanState | None = None,
+    boundaries: Tensor | None = None,
+    backend: str = "auto",
+    step_axis: str | None = None,
+    eps: float = EPS,
+    stats: DenominatorStats | None = None,
+) -> tuple[Tensor, ScanState]:
+    """Run h_t = exp(-rate * step_t) * h_{t-1} + step_t * (B_t outer V_t),  y_t = C_t h_t / C_t z_t  (z: the same with V = 1).
+
+    Attention to Mamba (arXiv 2604.14191), equations (2), (9), (10).
+    C, B [b, t, h, n] features of queries and keys;  V [b, t, h, p];  step >= 0 [b, t, h, 1 | n | p], None for 1;
+    rate >= 0 [h], [h, n] or [h, n, p] (h may be 1), None for no decay.
+    State and normaliser are fp32 whatever the inputs, also under autocast; fp64 where C, B or V is.
+    Without `normalize`, y_t = C_t h_t.
+    initial_state: what is remembered of earlier tokens, as an earlier call returned it.
+    boundaries [b, t] bool: True where a new document begins; the state is reset before that token.
+    step_axis: "state" or "channel", the last axis of step; needed only where n == p > 1, since then its size does not tell.
+    eps: denominators below it in magnitude are replaced by it with their sign (0 counts as positive) and have no gradient.
+    stats: counts the denominators, the replaced and the negative ones.
+    Returns y [b, t, h, p] in V.dtype and the last state.
+    Raises ValueError if shapes do not fit, or if the named backend cannot run this problem, with its reason.
+    """
+    if B.shape != C.shape or C.dim() != 4 or V.shape[:-1] != C.shape[:-1] or C.shape[1] == 0:
+        raise ValueError(f"C and B are [b, t, h, n] and V [b, t, h, p] with t > 0, not {_shapes(C, B, V)}")
+    if boundaries is not None and (boundaries.shape != C.shape[:2] or boundaries.dtype != torch.bool):
+        raise ValueError(f"boundaries is [b, t] bool, not {list(boundaries.shape)} {boundaries.dtype}")
+    with _no_autocast(C.device):
+        inputs = _prepare(C, B, V, step, rate, normalize, initial_state, boundaries, step_axis)
+        run = choose_backend(backend, inputs.problem).run
+        y, denominator, *state = run(inputs)
+        if denominator is not None:
+            if stats is not None:
+                stats.add(denominator, eps)
+            y = normalise(y, denominator, eps)
+    return y.to(V.dtype), _packed_state(inputs.problem, *state)
+
+
+def scan_step(
+    C: Tensor,
+    B: Tensor,
+    V: Tensor,
+    step: Tensor | None = None,
+    rate: Tensor | None = None,
+    state: ScanState | None = None,
+    *,
+    normalize: bool = True,
+    step_axis: str | None = None,
+    eps: float = EPS,
+) -> tuple[Tensor, ScanState]:
+    """Continue a scan by one token: C, B [b, h, n], V [b, h, p], step [b, h, 1 | n | p]; all else as in `scan`.
+
+    Returns y [b, h, p] in V.dtype and the new state; the given one (None at the start) is left as it is.
+    """
+    with _no_autocast(C.device):
+        with_time = (None if x is None else x.unsqueeze(1) for x in (C, B, V, step))
+        inputs = _prepare(*with_time, rate, normalize, state, None, step_axis)
+        C, B, V32, step = (x.squeeze(1) for x in (inputs.C, inputs.B, inputs.V, inputs.step))
+        keep = None if inputs.rate is None else torch.exp(-inputs.rate * step)
+        h = advance(inputs.numerator, keep, B, V32, step)
+        y, z = read(C, h), inputs.denominator
+        if z is not None:
+            z = advance(z, keep, B, torch.ones_like(V32[..., : z.shape[-1]]), step)
+            y = normalise(y, read(C, z), eps)
+    return y.to(V.dtype), _packed_state(inputs.problem, h, z)
+
+
+def _prepare(C, B, V, step, rate, normalize, initial_state, boundaries, step_axis) -> ScanInputs:
+    """Inputs in the dtype of the arithmetic and in the shapes that backends read."""
+    dtype = torch.float64 if torch.float64 in (C.dtype, B.dtype, V.dtype) else torch.float32
+    tensors = [x for x in (C, B, V, step, rate) if x is not None]
+    tensors += [] if initial_state is None else [initial_state.numerator]
+    state_size, head_dim = C.shape[-1], V.shape[-1]
+    problem = Problem(
+        structure="none" if rate is None else _structure(rate, C.shape[2], state_size, head_dim),
+        step_axis=_step_axis(step, step_axis, C, head_dim),
+        normalize=normalize,
+        state_size=state_size,
+        head_dim=head_dim,
+        device=C.device.type,
+        dtype=dtype,
+        needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
+    )
+    if rate is not None:
+        rate = rate.to(dtype).reshape(*rate.shape, *[1] * (3 - rate.dim()))
+    C, B, V = (x.to(dtype) for x in (C, B, V))
+    numerator, denominator = _unpacked_state(initial_state, problem, C, V)
+    return ScanInputs(problem, C, B, V, _spread_step(step, problem.step_axis, V), rate, numerator, denominator, boundaries)
+
+
+def _structure(rate: Tensor, num_heads: int, state_size: int, head_dim: int) -> str:
+    fits = 1 <= rate.dim() <= 3 and rate.shape[0] in (1, num_heads) and rate.shape[1:] == (state_size, head_dim)[: rate.dim() - 1]
+    if not fits:
+        raise ValueError(
+            f"rate is [h], [h, n] or [h, n, p] with h = 1 or {num_heads}, n = {state_size}, p = {head_dim}, not {_shapes(rate)}"
+        )
+    return STRUCTURES[rate.dim()]
+
+
+def _step_axis(step: Tensor | None, named: str | None, C: Tensor, head_dim: int) -> str | None:
+    """shared, state or channel, by the size of the step's last axis or, where that does not tell, by name."""
+    if named not in (None, "state", "channel"):
+        raise ValueError(f"step_axis is 'state', 'channel' or None, not {named!r}")
+    if step is None:
+        return None
+    if step.dim() != 4 or step.shape[:3] != C.shape[:3]:
+        raise ValueError(f"step is [b, t, h, 1 | n | p] with b, t, h = {list(C.shape[:3])}, not {_shapes(step)}")
+    size = step.shape[-1]
+    if size == 1:
+        return "shared"
+    axes = [axis for axis, axis_size in (("state", C.shape[-1]), ("channel", head_dim)) if size == axis_size and named in (None, axis)]
+    if not axes:
+        raise ValueError(f"the last axis of step has size {size}; n = {C.shape[-1]}, p = {head_dim}, step_axis={named!r}")
+    if len(axes) == 2:
+        raise ValueError(f"n = p = {size}: say by step_axis='state' or 'channel' what the last axis of step is")
+    return axes[0]
+
+
+def _spread_step(step: Tensor | None, axis: str | None, V: Tensor) -> Tensor:
+    """[b, t, h, 1 | n, 1 | p], ones where there is none."""
+    if step is None:
+        return V.new_ones(1).expand(*V.shape[:3], 1, 1)
+    return step.to(V.dtype).unsqueeze(-2 if axis == "channel" else -1)
+
+
+def _unpacked_state(state: ScanState | None, problem: Problem, C: Tensor, V: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Numerator [b, h, n, p] and denominator [b, h, n, 1 | p] or None; zeros where no state is given."""
+    batch, _, num_heads, state_size = C.shape
+    shape = (batch, num_heads, state_size, problem.head_dim)
+    columns = (problem.head_dim,) if problem.per_channel else ()
+    if state is None:
+        denominator = C.new_zeros(*shape[:3], *(columns or (1,))) if problem.normalize else None
+        return C.new_zeros(shape), denominator
+    if state.numerator.shape != shape:
+        raise ValueError(f"the state's numerator is {list(shape)} here, not {_shapes(state.numerator)}")
+    if not problem.normalize:
+        return state.numerator.to(C.dtype), None
+    if state.denominator is None or state.denominator.shape != shape[:3] + columns:
+        found = "None" if state.denominator is None else _shapes(state.denominator)
+        raise ValueError(f"the state's denominator is {list(shape[:3] + columns)} here, not {found}")
+    denominator = state.denominator.to(C.dtype)
+    return state.numerator.to(C.dtype), denominator if problem.per_channel else denominator.unsqueeze(-1)
+
+
+def _packed_state(problem: Problem, numerator: Tensor, denominator: Tensor | None) -> ScanState:
+    if denominator is not None and not problem.per_channel:
+        denominator = denominator.squeeze(-1)
+    return ScanState(numerator, denominator)
+
+
+def _shapes(*tensors: Tensor) -> str:
+    return ", ".join(str(list(tensor.shape)) for tensor in tensors)
+
+
+def _no_autocast(device: torch.device):
+    """Autocast would make bf16 of the products of an fp32 scan."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()

@@ -1,0 +1,216 @@
+"""Stage 2: each mixer becomes a HedgeMamba, and everything but the embeddings is fine-tuned on text.
+
+What it adds starts as identities, so that the student begins exactly where stage 1 ended; no step is taken before that is proven.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megahedge.checkpoint.store import MANIFEST, Checkpoint, StoredGroup, complete_checkpoints
+from megahedge.config.mixer import MixerConfig
+from megahedge.config.model import ModelConfig
+from megahedge.config.options import Stage2Options
+from megahedge.kernels import DenominatorStats
+from megahedge.models.handover import MAX_PROBE_KL, Source, added_parameters, either_source, probe_divergence, stream_logits
+from megahedge.models.hf_weights import PretrainedWeights, weights_digest
+from megahedge.models.language_model import LanguageModel
+from megahedge.parallel.initialize import fresh_values
+from megahedge.parallel.loss import masked_mean, vocab_parallel_kl, vocab_parallel_token_losses
+from megahedge.parallel.sharding import load_parameters
+from megahedge.parallel.topology import TensorParallel
+from megahedge.stages.base import Plan, Stage, plan_run, run_stage
+from megahedge.stages.stage1 import denominator_metrics, probe_tokens
+from megahedge.stages.teacher import Teacher, check_data_exists
+from megahedge.training.checkpointing import Extras
+from megahedge.utils.errors import InputError, RunError
+from megahedge.utils.labels import IGNORE_INDEX
+from megahedge.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+
+class Stage2(Stage):
+    """All but the embeddings train, with cross-entropy and, where asked for, the divergence from the teacher."""
+
+    name = "stage2"
+
+    def __init__(self, config: ModelConfig, tensor_parallel: TensorParallel, options: Stage2Options):
+        super().__init__()
+        self.options = options
+        self.student = LanguageModel(config, tensor_parallel, activation_checkpointing=options.activation_checkpointing)
+        for embedding in (self.student.embedding, self.student.lm_head):
+            embedding.requires_grad_(False)
+        if options.lr_new is not None:
+            added = added_parameters(config, "hedgehog")
+            for name, parameter in self.student.named_parameters():
+                parameter.lr_scale = options.lr_new / options.lr if name in added else 1.0
+        self.teacher = self._build_teacher(config, tensor_parallel) if options.kd_alpha else None
+
+    def _build_teacher(self, config: ModelConfig, tensor_parallel: TensorParallel) -> LanguageModel:
+        """A frozen softmax model around the student's embeddings, which are the teacher's and stay so."""
+        teacher = LanguageModel(config.with_mixer(MixerConfig()), tensor_parallel)
+        teacher.embedding, teacher.lm_head = self.student.embedding, self.student.lm_head
+        return teacher.requires_grad_(False)
+
+    # ---- the start ------------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def origin(cls, plan: Plan) -> dict:
+        """The teacher and the stage-1 checkpoint behind the run.  Raises InputError if one does not belong to the other."""
+        options, weights = plan.options, weights_digest(plan.weights)
+        if plan.source is not None:
+            plan.source.verify(("parameters", "probe"))
+            _check_teacher(plan, weights)
+        return {
+            "weights": weights,
+            "teacher": options.teacher,
+            "teacher_revision": options.teacher_revision,
+            "init_from": options.init_from,
+            "stage1_steps": plan.source.step if plan.source else 0,
+        }
+
+    def start(self, plan: Plan) -> None:
+        """Stage 1's parameters and identities, proven to compute what stage 1 computed."""
+        read = either_source(_source(plan), fresh_values(self.student, plan.options.seed))
+        load_parameters(self.student, read, self.student.tensor_parallel)
+        _prove_handover(self.student, plan, read)
+        if plan.options.decay_init:
+            self._set_rates(plan.options.decay_init)
+
+    @torch.no_grad()
+    def _set_rates(self, value: float) -> None:
+        for block in self.student.blocks:
+            if block.mixer.decay is not None:
+                block.mixer.decay.rate.weight.fill_(value)
+        logger.info("rates of the decay start at %g (--decay_init): the student no longer is what stage 1 has learnt", value)
+
+    def load_teacher(self, plan: Plan) -> None:
+        """The layers of the KL's teacher; its embeddings are the student's."""
+        if self.teacher is not None:
+            load_parameters(self.teacher, PretrainedWeights(plan.model, plan.weights).read, self.teacher.tensor_parallel)
+
+    # ---- a step ---------------------------------------------------------------------------------------------------------------
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """(1 − a) · cross-entropy + a · KL(teacher ‖ student), means over the tokens that are scored, in nats."""
+        student, options, stats = self.student, self.options, DenominatorStats()
+        logits = student(tokens, stats=stats)
+        vocabulary = (student.config.vocab_size, student.tensor_parallel)
+        scored = labels != IGNORE_INDEX
+        loss = masked_mean(vocab_parallel_token_losses(logits, labels, *vocabulary), scored)
+        metrics = denominator_metrics(student.config, stats)
+        if self.teacher is None:
+            return loss, metrics
+        with torch.no_grad():
+            teacher_logits = self.teacher(tokens)
+        divergence = masked_mean(vocab_parallel_kl(teacher_logits, logits, *vocabulary, options.kd_temperature), scored)
+        metrics |= {"cross_entropy": loss, "kl": divergence}
+        return (1 - options.kd_alpha) * loss + options.kd_alpha * divergence, metrics
+
+    def extras(self, plan: Plan) -> Extras:
+        """The embeddings as they were given."""
+        return Extras(read_frozen=_source(plan).read)
+
+
+def _source(plan: Plan) -> Source:
+    """What the student starts from: stage 1's checkpoint, or the teacher where there was no stage 1."""
+    return StoredGroup(plan.source, "parameters") if plan.source else PretrainedWeights(plan.model, plan.weights)
+
+
+def _prove_handover(student: LanguageModel, plan: Plan, read: Callable[..., Tensor]) -> None:
+    """Compare the student, in fp32, with the probe of stage 1, or with the Hedgehog model where there was no stage 1.
+
+    Raises RunError where they are not the same function.
+    """
+    if plan.source is not None:
+        probe = StoredGroup(plan.source, "probe")
+        tokens, logits = probe.read("tokens"), probe.read("logits")
+    else:
+        before = plan.model.with_mixer(plan.model.mixer.as_kind("hedgehog"))
+        tokens = probe_tokens(plan)
+        logits = stream_logits(before, read, tokens)
+    divergence = probe_divergence(student, tokens, logits)
+    if not divergence <= MAX_PROBE_KL:
+        raise RunError(
+            f"the hand-over is not exact: the student differs from what it starts from by a KL of {divergence:.3g} nats a token on the "
+            f"probe, where {MAX_PROBE_KL:g} is allowed; no step was taken"
+        )
+    logger.info("hand-over proven: KL %.2g nats a token on a probe of %d tokens", divergence, tokens.numel())
+
+
+# ---- planning ---------------------------------------------------------------------------------------------------------------------
+
+
+def stage2(options: Stage2Options) -> None:
+    """Plan stage 2 and run it.  Raises InputError for what a user can mend, RunError where the hand-over is not exact."""
+    run_stage(Stage2, plan_stage2(options))
+
+
+def plan_stage2(options: Stage2Options) -> Plan:
+    """Check everything that needs no weights."""
+    check_data_exists(options)
+    source = None if options.init_from is None else _find_source(options)
+    teacher = _find_teacher(options, source)
+    mixer = options.mixer_config("hedge_mamba")
+    if source is not None:
+        _check_source(options, source, teacher.config, mixer)
+    output_dir = f"runs/stage2-{teacher.short_name}-{options.recipe}"
+    return plan_run(
+        options,
+        teacher.config.with_mixer(mixer),
+        output_dir,
+        teacher.tokenizer,
+        f"the teacher {teacher.name}",
+        weights=teacher.folder,
+        source=source,
+    )
+
+
+def _find_source(options: Stage2Options) -> Checkpoint:
+    """The newest checkpoint of --init_from, or the one that it names; its files are verified later, by one rank for all."""
+    path = Path(options.init_from)
+    found = [path] if (path / MANIFEST).is_file() else complete_checkpoints(path / "checkpoints") or complete_checkpoints(path)
+    if not found:
+        raise InputError(f"--init_from={path} holds no complete checkpoint; give a run folder of scripts/stage1.py, or a checkpoint of it")
+    return Checkpoint(found[0])
+
+
+def _find_teacher(options: Stage2Options, source: Checkpoint | None) -> Teacher:
+    """--teacher, or the one that stage 1's record names."""
+    if options.teacher is not None:
+        return Teacher.find(options.teacher, options.teacher_revision)
+    origin = source.record.get("origin", {})
+    if origin.get("teacher") is None:
+        raise InputError(f"--init_from={options.init_from} names no teacher: it is no run of scripts/stage1.py")
+    try:
+        return Teacher.find(origin["teacher"], origin["teacher_revision"])
+    except InputError as error:
+        raise InputError(f"the teacher of --init_from={options.init_from}: {error}; if it has moved, give --teacher") from None
+
+
+def _check_source(options: Stage2Options, source: Checkpoint, teacher: ModelConfig, mixer: MixerConfig) -> None:
+    """Refuse a checkpoint of another stage, length, family, shape or feature map."""
+    where = f"--init_from={options.init_from}"
+    if source.record.get("stage") != "stage1":
+        raise InputError(f"{where} is a checkpoint of {source.record.get('stage')}; stage 2 starts from one of stage 1")
+    if options.stage1_steps not in (None, source.step):
+        raise InputError(f"{where} has {source.step} steps of stage 1 behind it, not --stage1_steps={options.stage1_steps}")
+    before = ModelConfig.from_record(source.record["model"])
+    if before.with_mixer(MixerConfig()) != teacher:
+        raise InputError(f"{where} is a model of another family or shape than the teacher: {before} against {teacher}")
+    asked, learnt = mixer.feature_map(), before.mixer.feature_map()
+    differing = [f"--{name}={asked[name]} (stage 1: {learnt[name]})" for name in asked if asked[name] != learnt[name]]
+    if differing:
+        raise InputError(f"{where} has learnt another feature map: {', '.join(differing)}; use stage 1's --recipe and options")
+
+
+def _check_teacher(plan: Plan, weights: str) -> None:
+    before = plan.source.record["origin"]["weights"]
+    if before != weights:
+        raise InputError(
+            f"--init_from={plan.options.init_from} has learnt from a teacher whose weights have digest {before[:12]}; those in "
+            f"{plan.weights} have {weights[:12]}; give that run's teacher as --teacher"
+        )

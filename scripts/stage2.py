@@ -1,0 +1,17 @@
+"""Stage 2: turn each mixer into a HedgeMamba and fine-tune everything but the embeddings.
+
+deepspeed scripts/stage2.py --ds_config ds_configs/zero2.json --init_from runs/stage1-pythia-1b-paper
+"""
+
+from megahedge.config.options import Stage2Options
+from megahedge.stages.stage2 import stage2
+from megahedge.utils.cli import parse_options, run_main
+
+
+def main() -> None:
+    """Entry point."""
+    stage2(parse_options(Stage2Options, prog="stage2.py", description="Turn each mixer into a HedgeMamba and fine-tune on text."))
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,96 @@
+"""Every backend computes what the O(seq_len^2) form says: outputs, last state and all gradients."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megahedge.kernels import BACKENDS
+from tests.kernels.problems import GRID, Case, assert_close, case_id, run_backend, run_oracle, with_backends
+
+FP64 = 1e-10
+"""Some 1e5 roundings of 1e-16, and differences of decays that the oracle sums over the whole sequence."""
+FP32 = 2e-5
+"""Rounding (6e-8) grows in the gradient of a step, the difference of a numerator's and a denominator's part that nearly cancel."""
+FEW = [Case("none", None), Case("head", "shared"), Case("state", "state"), Case("channel", "channel"), Case("channel", "state")]
+LENGTHS = (1, 2, 63, 64, 65, 130)
+
+
+@pytest.mark.parametrize(("backend", "case"), with_backends(GRID, reference=True), ids=case_id)
+def test_backend_matches_oracle_in_fp64(backend, case):
+    assert_close(run_backend(backend, case), run_oracle(case), FP64)
+
+
+@pytest.mark.parametrize(("backend", "case"), with_backends(GRID), ids=case_id)
+def test_backend_matches_oracle_in_fp32(backend, case):
+    results = run_backend(backend, case, torch.float32)
+    assert all(x.dtype == torch.float32 for x in results.values())
+    assert_close(results, run_oracle(case), FP32)
+
+
+@pytest.mark.parametrize(
+    ("backend", "case"), with_backends(dataclasses.replace(case, seq_len=t, num_heads=1) for case in FEW for t in LENGTHS), ids=case_id
+)
+def test_backend_matches_oracle_at_any_length(backend, case):
+    assert_close(run_backend(backend, case), run_oracle(case), FP64)
+
+
+@pytest.mark.parametrize(("backend", "case"), with_backends(FEW), ids=case_id)
+def test_backend_matches_oracle_without_normalisation(backend, case):
+    case = dataclasses.replace(case, normalize=False, initial=True, seq_len=35)
+    assert_close(run_backend(backend, case), run_oracle(case), FP64)
+
+
+@pytest.mark.parametrize(("backend", "case"), with_backends(case for case in FEW if case.structure != "none"), ids=case_id)
+def test_one_rate_serves_all_heads(backend, case):
+    case = dataclasses.replace(case, one_rate=True, num_heads=3, seq_len=35)
+    assert_close(run_backend(backend, case), run_oracle(case), FP64)
+
+
+@pytest.mark.parametrize(("backend", "case"), with_backends(FEW), ids=case_id)
+def test_no_state_and_no_documents(backend, case):
+    case = dataclasses.replace(case, initial=False, documents=False, seq_len=35)
+    assert_close(run_backend(backend, case), run_oracle(case), FP64)
+
+
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    with_backends(
+        dataclasses.replace(case, head_dim=p, state_size=2 * p, seq_len=3, batch=1, num_heads=1, initial=False)
+        for case in FEW[:4]
+        for p in (32, 64, 80, 128, 256)
+    ),
+    ids=case_id,
+)
+def test_backend_matches_oracle_at_the_head_dims_of_pythia(backend, case):
+    assert_close(run_backend(backend, case, torch.float32), run_oracle(case), FP32)
+
+
+@pytest.mark.parametrize(("backend", "case"), with_backends([Case("channel", "channel"), Case("state", "shared")]), ids=case_id)
+def test_state_size_may_equal_head_dim(backend, case):
+    case = dataclasses.replace(case, state_size=5, seq_len=9)
+    assert_close(run_backend(backend, case), run_oracle(case), FP64)
+
+
+@pytest.mark.parametrize(("backend", "case"), with_backends(case for case in GRID if case.structure != "none"), ids=case_id)
+def test_decays_up_to_exp_of_minus_1000_are_finite_and_right(backend, case):
+    case = dataclasses.replace(case, largest_rate=1000.0, num_heads=1)
+    # 1e-9: the oracle's sums of decays reach 7e4, and their differences lose five digits.
+    assert_close(run_backend(backend, case), run_oracle(case), 1e-9)
+    # Few pairs of tokens carry the gradient of such a decay: their rounding does not average out.
+    assert_close(run_backend(backend, case, torch.float32), run_oracle(case), 5 * FP32)
+
+
+@pytest.mark.parametrize("largest_rate", (0.0, 20.0))
+@pytest.mark.parametrize(("backend", "case"), with_backends(case for case in FEW if case.structure != "none"), ids=case_id)
+def test_gradients_are_right_at_zero_and_at_strong_decay(backend, case, largest_rate):
+    case = dataclasses.replace(case, largest_rate=largest_rate, num_heads=1)
+    assert_close(run_backend(backend, case), run_oracle(case), FP64)
+    assert_close(run_backend(backend, case, torch.float32), run_oracle(case), FP32)
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "reference"])
+def test_long_sequences_lose_no_digits(backend):
+    case = Case("channel", "channel") if not Case("state", "state").runnable_by(backend) else Case("state", "state")
+    case = dataclasses.replace(case, seq_len=1000, batch=1, num_heads=1, state_size=3, head_dim=2, documents=False, largest_rate=10.0)
+    assert_close(run_backend(backend, case, torch.float32), run_backend("reference", case), FP32)

@@ -1,0 +1,55 @@
+"""A lock that a killed build has left does not stop later starts."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from megahedge.training.op_builds import await_op_builds
+
+
+@pytest.fixture
+def lock(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    path = tmp_path / "py_cpu" / "some_op" / "lock"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    return path
+
+
+def make_old(path):
+    os.utime(path, (time.time() - 1000, time.time() - 1000))
+
+
+def test_an_old_lock_that_nobody_holds_is_removed(lock, caplog):
+    make_old(lock)
+    await_op_builds()
+    assert not lock.exists()
+    assert "left behind by a killed process" in caplog.text
+
+
+def test_an_old_lock_that_a_process_holds_is_waited_for(lock):
+    holding = "import sys, time; handle = open(sys.argv[1]); print('held', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", holding, str(lock)], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        make_old(lock)
+        waiting = threading.Thread(target=await_op_builds, daemon=True)
+        waiting.start()
+        waiting.join(1.0)
+        assert waiting.is_alive() and lock.exists()
+        holder.kill()
+    waiting.join(20.0)
+    assert not waiting.is_alive() and not lock.exists()
+
+
+def test_a_young_lock_is_waited_for_until_it_goes(lock):
+    waiting = threading.Thread(target=await_op_builds, daemon=True)
+    waiting.start()
+    waiting.join(0.5)
+    assert waiting.is_alive() and lock.exists()
+    lock.unlink()
+    waiting.join(20.0)
+    assert not waiting.is_alive()
