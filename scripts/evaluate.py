@@ -8,7 +8,7 @@ perplexity and bits per byte divide the same loss by the words (divided by white
 
 from megahedge.evaluation.evaluate import EvaluateOptions, evaluate
 from megahedge.utils.cli import parse_options, run_main
-from megahedge.utils.files import write_json
+from megahedge.utils.files import disk_errors_explained, write_json
 from megahedge.utils.versions import code_version, package_versions
 
 
@@ -17,8 +17,9 @@ def main() -> None:
     options = parse_options(EvaluateOptions, prog="evaluate.py", description="Measure the perplexity of a language model on indexed data.")
     evaluation = evaluate(options)
     print(evaluation.table())
-    if options.output:
-        write_json(options.output, evaluation.record() | {"code": code_version(), "packages": package_versions()})
+    if options.output is not None:
+        with disk_errors_explained(options.output):
+            write_json(options.output, evaluation.record() | {"code": code_version(), "packages": package_versions()})
 
 
 if __name__ == "__main__":

@@ -4,13 +4,15 @@ deepspeed scripts/stage2.py --ds_config ds_configs/zero2.json --init_from runs/s
 """
 
 from megahedge.config.options import Stage2Options
-from megahedge.stages.stage2 import stage2
 from megahedge.utils.cli import parse_options, run_main
 
 
 def main() -> None:
     """Entry point."""
-    stage2(parse_options(Stage2Options, prog="stage2.py", description="Turn each mixer into a HedgeMamba and fine-tune on text."))
+    options = parse_options(Stage2Options, prog="stage2.py", description="Turn each mixer into a HedgeMamba and fine-tune on text.")
+    from megahedge.stages.stage2 import stage2  # after the options: it takes seconds, and --help needs none of it
+
+    stage2(options)
 
 
 if __name__ == "__main__":

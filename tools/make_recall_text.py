@@ -7,6 +7,7 @@ documents state facts about invented names and ask for them again, repeat passag
 """
 
 import collections
+import contextlib
 import gzip
 import json
 import random
@@ -18,7 +19,7 @@ from itertools import islice
 from megahedge.data.documents import iterate_texts
 from megahedge.utils.cli import Count, parse_options, run_main
 from megahedge.utils.errors import InputError
-from megahedge.utils.files import atomic_write
+from megahedge.utils.files import atomic_write, check_output, disk_errors_explained
 from megahedge.utils.logging import get_logger
 
 _DEFAULT_WORDS = """
@@ -54,15 +55,17 @@ class RecallConfig:
     """Text whose most frequent words are used, in any form that preprocess_owt.py reads; a built-in list where none is given"""
     kinds: tuple[str, ...] = ("codes", "places", "passages", "glossary", "lists", "pairs")
     """Kinds of documents, all equally frequent; there is also `cycles`, one short phrase over and over, for a model to read first"""
+    overwrite: bool = False
+    """Replace a file that is already there"""
 
     def __post_init__(self):
         unknown = [kind for kind in self.kinds if kind not in KINDS]
         if unknown or not self.kinds:
-            raise InputError(f"kinds={' '.join(unknown) or 'nothing'} is not known; use some of {' '.join(KINDS)}")
+            raise InputError(f"--kinds={' '.join(unknown) or 'nothing'} is not known; use some of {' '.join(KINDS)}")
         if not self.output.endswith((".jsonl", ".jsonl.gz")):
-            raise InputError(f"output={self.output!r} must end in .jsonl or .jsonl.gz")
+            raise InputError(f"--output={self.output!r} must end in .jsonl or .jsonl.gz")
         if self.num_documents < 1:
-            raise InputError(f"num_documents={self.num_documents} must be at least 1")
+            raise InputError(f"--num_documents={self.num_documents} must be at least 1")
 
 
 class Writer:
@@ -224,24 +227,31 @@ def frequent_words(inputs: tuple[str, ...]) -> list[str]:
     if not inputs:
         return _DEFAULT_WORDS
     counts = collections.Counter()
-    for text in islice(iterate_texts(inputs), 2000):
+    for text in islice(iterate_texts(inputs, option="words_from"), 2000):
         counts.update(re.findall(r"\b[a-z]{3,10}\b", text))
     by_frequency = sorted(counts, key=lambda word: (-counts[word], word))
     if len(by_frequency) < 100:
-        raise InputError(f"{', '.join(inputs)} has {len(by_frequency)} different words; 100 are needed")
+        raise InputError(f"--words_from {' '.join(inputs)} has {len(by_frequency)} different words; 100 are needed")
     return sorted(by_frequency[:_WORDS_KEPT])
 
 
+def _compressed(handle, name: str):
+    """The file, gzipped where its name says so; neither the time nor the name of the file goes into the gzip header."""
+    if name.endswith(".gz"):
+        return gzip.GzipFile(filename="", mode="wb", fileobj=handle, mtime=0)
+    return contextlib.nullcontext(handle)
+
+
 def make_recall_text(config: RecallConfig) -> None:
-    """Write `config.num_documents` documents; the same options give the same bytes."""
+    """Write `config.num_documents` documents; the same options give the same bytes.
+
+    Raises InputError for an output that exists or cannot be written, and for bad text, RunError for a full disk.
+    """
+    check_output("output", config.output, config.output, overwrite=config.overwrite)
     words = frequent_words(config.words_from)
-    with atomic_write(config.output) as handle:
-        # neither the time nor the name of the file goes into the gzip header
-        out = gzip.GzipFile(filename="", mode="wb", fileobj=handle, mtime=0) if config.output.endswith(".gz") else handle
+    with disk_errors_explained(config.output), atomic_write(config.output) as handle, _compressed(handle, config.output) as out:
         for index in range(config.num_documents):
             out.write(json.dumps({"text": make_document(config.seed, index, words, config.kinds)}).encode() + b"\n")
-        if out is not handle:
-            out.close()
     logger.info("wrote %s: %d documents", config.output, config.num_documents)
 
 

@@ -4,14 +4,16 @@ deepspeed tools/pretrain_teacher.py --model_config tools/configs/neox-small.json
 """
 
 from megahedge.config.options import PretrainOptions
-from megahedge.stages.pretrain import pretrain
 from megahedge.utils.cli import parse_options, run_main
 
 
 def main() -> None:
     """Entry point."""
     description = "Pretrain a GPT-NeoX model, from scratch or on from given weights, and write it as a Hugging Face folder."
-    pretrain(parse_options(PretrainOptions, prog="pretrain_teacher.py", description=description))
+    options = parse_options(PretrainOptions, prog="pretrain_teacher.py", description=description)
+    from megahedge.stages.pretrain import pretrain  # after the options: it takes seconds, and --help needs none of it
+
+    pretrain(options)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,13 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from megahedge.data.documents import iterate_texts
 from megahedge.utils.cli import parse_options, run_main
 from megahedge.utils.errors import InputError
-from megahedge.utils.files import atomic_write, write_json
+from megahedge.utils.files import atomic_write, check_output, disk_errors_explained, write_json
 from megahedge.utils.logging import get_logger
 from megahedge.utils.units import format_count
 
 END_OF_TEXT = "<|endoftext|>"
 _SMALLEST_VOCABULARY = 256 + 1  # every byte and the end of text
+_LARGEST_VOCABULARY = 1_000_000  # four times the largest in use; the trainer reserves memory for all of it at its start
 
 logger = get_logger(__name__)
 
@@ -38,18 +39,18 @@ class TokenizerConfig:
     """Replace a tokenizer that is already in output_dir"""
 
     def __post_init__(self):
-        if self.vocab_size < _SMALLEST_VOCABULARY:
-            raise InputError(f"vocab_size={self.vocab_size} must be at least {_SMALLEST_VOCABULARY}: 256 bytes and {END_OF_TEXT}")
+        if not _SMALLEST_VOCABULARY <= self.vocab_size <= _LARGEST_VOCABULARY:
+            limits = f"{_SMALLEST_VOCABULARY} (256 bytes and {END_OF_TEXT}) and {_LARGEST_VOCABULARY}"
+            raise InputError(f"--vocab_size={self.vocab_size} must lie between {limits}")
 
 
 def train_tokenizer(config: TokenizerConfig) -> tokenizers.Tokenizer:
     """Learn the merges and write the folder; the same input gives the same files.
 
-    Raises InputError for bad input, an existing tokenizer, or input without a document.
+    Raises InputError for bad input, an existing tokenizer, or input without a document, and RunError for a full disk.
     """
     path = Path(config.output_dir) / "tokenizer.json"
-    if path.exists() and not config.overwrite:
-        raise InputError(f"{path} exists already; choose another --output_dir, or give --overwrite to replace it")
+    check_output("output_dir", config.output_dir, path, _options_path(path), overwrite=config.overwrite)
     tokenizer = tokenizers.Tokenizer(models.BPE())
     # no Unicode normalisation, unlike Pythia's NFC: decoding gives back the text byte for byte
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -64,8 +65,9 @@ def train_tokenizer(config: TokenizerConfig) -> tokenizers.Tokenizer:
     counted = _CountedTexts(config)
     tokenizer.train_from_iterator(counted, trainer)
     if counted.documents == 0:
-        raise InputError(f"no document in {', '.join(config.input)}")
-    _save(tokenizer, path)
+        raise InputError(f"no document in --input {' '.join(config.input)}")
+    with disk_errors_explained(config.output_dir):
+        _save(tokenizer, path)
     if tokenizer.get_vocab_size() < config.vocab_size:
         logger.warning("the text yields only %d of %d tokens", tokenizer.get_vocab_size(), config.vocab_size)
     documents, size = counted.documents, format_count(counted.characters)
@@ -87,10 +89,14 @@ class _CountedTexts:
             yield text
 
 
+def _options_path(path: Path) -> Path:
+    return path.with_name("tokenizer_config.json")
+
+
 def _save(tokenizer: tokenizers.Tokenizer, path: Path) -> None:
     """Write what AutoTokenizer of transformers 4 and 5 reads; the class name is the one that both know."""
     write_json(
-        path.with_name("tokenizer_config.json"),
+        _options_path(path),
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": END_OF_TEXT,

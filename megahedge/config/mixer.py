@@ -5,11 +5,12 @@ import math
 from typing import ClassVar
 
 from megahedge.utils.errors import InputError
+from megahedge.utils.words import either
 
 KINDS = ("softmax", "hedgehog", "hedge_mamba")
 ROPE_PLACES = ("before", "after")
 STEP_AXES = {"none": (), "head": ("head",), "state": ("state", "head"), "channel": ("channel", "state")}
-"""By structure of the decay λ: what its step Δ may vary over besides the token; the first is the default."""
+"""By structure of the decay λ: what its step Δ may vary over besides the token."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,19 @@ class MixerConfig:
         """The same options for another kind of mixer."""
         return dataclasses.replace(self, kind=kind)
 
+    def describe(self) -> str:
+        """One line for people."""
+        if self.kind == "softmax":
+            return "softmax attention"
+        per_head = {True: "a head", False: "shared by the heads"}
+        parts = [self.kind, f"feature maps {per_head[self.feature_map_per_head]}", f"RoPE {self.rope} them"]
+        if self.kind == "hedge_mamba":
+            if self.decay != "none":
+                parts.append(f"decay by {self.decay}, step by {self.decay_step}, {per_head[self.decay_per_head]}")
+            parts += [f"convolution of {self.conv_kernel}"] if self.conv_kernel else []
+            parts += ["gate"] if self.gate else []
+        return ", ".join(parts)
+
     def feature_map(self) -> dict:
         """What stage 1 decides and stage 2 must keep."""
         return {name: getattr(self, name) for name in self.FEATURE_MAP_FIELDS}
@@ -76,4 +90,4 @@ class MixerConfig:
 
 def _one_of(name: str, value, known: tuple[str, ...], where: str = "") -> None:
     if value not in known:
-        raise InputError(f"{name}={value!r} is not known{where}; use {' or '.join(known)}")
+        raise InputError(f"{name}={value!r} is not known{where}; use {either(known)}")

@@ -49,8 +49,17 @@ class ModelConfig:
     def __post_init__(self):
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size", "max_position_embeddings"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InputError(f"{name}={value!r} must be a whole number of at least 1")
+        for name in ("parallel_residual", "attention_bias", "tie_word_embeddings"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name}={getattr(self, name)!r} must be true or false")
+        for name, least in (("rotary_pct", 0.0), ("rotary_base", 1.0), ("norm_eps", 0.0), ("initializer_range", 0.0)):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not least <= value < math.inf:
+                raise InputError(f"{name}={value!r} must be a finite number of at least {least:g}")
+        if self.norm_eps == 0:
+            raise InputError("norm_eps=0 must be positive: a token whose features are all equal would give 0 / 0")
         if self.hidden_size % self.num_heads:
             raise InputError(f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}")
         if self.activation not in ACTIVATIONS:

@@ -13,6 +13,8 @@ from megahedge.utils.errors import InputError
 from megahedge.utils.words import divisors, either
 
 RECIPES = ("paper", "tuned")
+MAX_LR = 1e6
+"""Far beyond use; larger ones overflow fp32 inside AdamW."""
 
 
 def _require(condition: bool, message: str) -> None:
@@ -83,12 +85,13 @@ class OptimOptions:
     """Largest L2 norm of the gradient of all parameters; 0 clips nothing."""
 
     def __post_init__(self):
-        _require(0 < self.lr < math.inf, f"--lr={self.lr} must be positive and finite")
+        _require(0 < self.lr <= MAX_LR, f"--lr={self.lr} must be positive and at most {MAX_LR:g}")
         for name in ("min_lr_ratio", "warmup_fraction"):
             _require(0 <= getattr(self, name) <= 1, f"--{name}={getattr(self, name)} must lie between 0 and 1")
         for name in ("adam_beta1", "adam_beta2"):
             _require(0 <= getattr(self, name) < 1, f"--{name}={getattr(self, name)} must lie in [0, 1)")
-        for name in ("weight_decay", "clip_grad", "adam_eps"):
+        _require(0 < self.adam_eps < math.inf, f"--adam_eps={self.adam_eps} must be positive and finite: 0 / 0 would follow")
+        for name in ("weight_decay", "clip_grad"):
             _require(0 <= getattr(self, name) < math.inf, f"--{name}={getattr(self, name)} must be finite and not negative")
 
 
@@ -134,8 +137,13 @@ class RunOptions:
         for name in ("tp_size", "log_interval", "eval_interval", "save_interval", "keep_last"):
             _require(getattr(self, name) >= 1, f"--{name}={getattr(self, name)} must be at least 1")
         _require(self.stop_after is None or self.stop_after >= 1, f"--stop_after={self.stop_after} must be at least 1")
+        _require(self.output_dir != "", "--output_dir='' is empty; name a folder")
         _require(0 <= self.seed < 2**31, f"--seed={self.seed} must lie between 0 and {2**31 - 1}")
-        _require(Path(self.ds_config).is_file(), f"--ds_config={self.ds_config} is not a file; ds_configs/ holds zero0.json … zero3.json")
+        _require(
+            Path(self.ds_config).is_file(),
+            f"--ds_config={self.ds_config} is not a file in {Path.cwd()}; the repository's ds_configs/ holds zero0.json … zero3.json, "
+            "zero2_offload.json and zero3_offload.json",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -232,7 +240,10 @@ class FeatureMapOptions:
     def mixer_config(self, kind: str) -> MixerConfig:
         """The options of a mixer that are among these.  Raises InputError where one is not valid."""
         names = {field.name for field in dataclasses.fields(MixerConfig)} & {field.name for field in dataclasses.fields(self)}
-        return MixerConfig(kind=kind, **{name: getattr(self, name) for name in names})
+        values = {name: getattr(self, name) for name in names}
+        if values.get("decay_step") == "auto":
+            values["decay_step"] = values["decay"]
+        return MixerConfig(kind=kind, **values)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -265,8 +276,8 @@ class HedgeMambaOptions(FeatureMapOptions):
 
     decay: str = "channel"
     """Structure of the decay rates: none, head (one a head), state (one a feature) or channel (one a feature and output channel)."""
-    decay_step: str = "channel"
-    """What the decay's step varies over besides the token: head, state (of decay state or channel) or channel (of decay channel)."""
+    decay_step: str = "auto"
+    """What the decay's step varies over besides the token: head, state, channel, or auto for what the rates do."""
     decay_per_head: bool = False
     """Each head has rates and steps of its own instead of sharing the layer's."""
     decay_tie_signs: bool = True
@@ -318,7 +329,7 @@ class Stage2Options(RecipeOptions, HedgeMambaOptions, TrainOptions):
             self.stage1_steps is None or self.stage1_steps >= 0, f"--stage1_steps={self.stage1_steps} must be a whole number of at least 0"
         )
         _require(self.init_from is not None or self.teacher is not None, "--stage1_steps 0 needs a --teacher to start from")
-        _require(self.lr_new is None or 0 < self.lr_new < math.inf, f"--lr_new={self.lr_new} must be positive and finite")
+        _require(self.lr_new is None or 0 < self.lr_new <= MAX_LR, f"--lr_new={self.lr_new} must be positive and at most {MAX_LR:g}")
         _require(0 <= self.kd_alpha <= 1, f"--kd_alpha={self.kd_alpha} must lie between 0 and 1")
         _require(0 < self.kd_temperature < math.inf, f"--kd_temperature={self.kd_temperature} must be positive and finite")
         self.mixer_config("hedge_mamba")

@@ -82,7 +82,7 @@ def _fraction(weight: float) -> Fraction:
     except ValueError:
         value = Fraction(0)
     if value <= 0:
-        raise InputError(f"blend weight {weight} must be a positive number")
+        raise InputError(f"--data_path: the blend weight {weight} must be a positive number")
     return value
 
 
@@ -99,10 +99,10 @@ def parse_data_path(data_path: str | Sequence[str]) -> list[tuple[float, str]]:
         return [(1.0, words[0])]
     weights, prefixes = words[0::2], words[1::2]
     if not words[0:1] or len(weights) != len(prefixes) or not all(map(_is_number, weights)):
-        raise InputError(f"data_path={' '.join(words)!r}: write one prefix, or a weight before each: 0.7 A 0.3 B")
+        raise InputError(f"--data_path={' '.join(words)!r}: write one prefix, or a weight before each: 0.7 A 0.3 B")
     repeated = {prefix for prefix in prefixes if prefixes.count(prefix) > 1}
     if repeated:
-        raise InputError(f"data_path names {sorted(repeated)[0]} twice; add up its weights instead")
+        raise InputError(f"--data_path names {sorted(repeated)[0]} twice; add up its weights instead")
     for weight in weights:
         _fraction(weight)
     return [(float(weight), prefix) for weight, prefix in zip(weights, prefixes, strict=True)]

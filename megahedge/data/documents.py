@@ -9,6 +9,7 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ _LINE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson", ".ndjso
 _GZIP_MAGIC = b"\x1f\x8b"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _DATASETS_MARKERS = ("dataset_info.json", "dataset_dict.json", "state.json")
+_INPUTS = ".jsonl or .jsonl.gz files, a glob, a folder of them, a folder saved by `datasets`, or the name of a hub dataset"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _CHUNK_BYTES = 1 << 20
 _CHUNK_RECORDS = 2048
@@ -50,48 +52,59 @@ class Chunk:
         return f"{self.source}:{self.first + index}"
 
 
-def find_sources(inputs: Sequence[str]) -> list["Source"]:
+def find_sources(inputs: Sequence[str], option: str = "input") -> list["Source"]:
     """The sources that a list of files, globs, folders, `datasets` folders and hub names stands for, each once, in order.
 
+    option: the command-line option that they come from.
     Raises InputError for one that does not exist, is of no known kind, or holds nothing.
     """
     sources = {}
     for name in inputs:
-        for source in _expand(name):
+        for source in _expand(name, f"--{option}={name}"):
             sources.setdefault(source.name, source)
     if not sources:
-        raise InputError("no input given; name at least one file, folder or dataset")
+        raise InputError(f"--{option} is empty; name at least one file, folder or dataset")
     return list(sources.values())
 
 
-def _expand(name: str) -> list["Source"]:
+def _expand(name: str, given: str) -> list["Source"]:
+    """Sources of one name; `given` is that name as error messages say it."""
+    if not name.strip():
+        raise InputError(f"{given} is empty; give {_INPUTS}")
     path = Path(name)
-    if path.is_dir():
+    if os.path.isdir(name):  # unlike Path.is_dir, false for a name that is too long
         if any((path / marker).is_file() for marker in _DATASETS_MARKERS):
             return [DatasetFolder(name)]
         files = sorted(file for file in path.rglob("*") if file.is_file() and _is_lines(file))
         if not files:
-            raise InputError(f"{name} holds no file ending in {', '.join(_LINE_SUFFIXES)} and is not a saved `datasets` folder")
+            raise InputError(f"{given} holds no file ending in {', '.join(_LINE_SUFFIXES)} and is not a saved `datasets` folder")
         return [LineFile(str(file)) for file in files]
-    if path.exists():
-        return [_line_file(path)]
+    if os.path.exists(name):
+        return [_line_file(path, given)]
     if any(character in name for character in "*?["):
-        matches = sorted(match for match in Path(path.anchor or ".").glob(str(path.relative_to(path.anchor))) if match.is_file())
-        if not matches:
-            raise InputError(f"{name} matches no file")
-        return [_line_file(match) for match in matches]
+        return [_line_file(match, given) for match in _matches(path, given)]
     if _HUB_NAME.fullmatch(name) and not _is_lines(path):
-        return [HubDataset(name)]
-    raise InputError(f"{name} does not exist")
+        return [HubDataset(name, given)]
+    raise InputError(f"{given} does not exist; give {_INPUTS}")
+
+
+def _matches(pattern: Path, given: str) -> list[Path]:
+    try:
+        found = sorted(match for match in Path(pattern.anchor or ".").glob(str(pattern.relative_to(pattern.anchor))) if match.is_file())
+    except (ValueError, OSError) as error:
+        raise InputError(f"{given} is no pattern that can be searched: {error}") from None
+    if not found:
+        raise InputError(f"{given} matches no file")
+    return found
 
 
 def _is_lines(path: Path) -> bool:
     return path.name.lower().endswith(_LINE_SUFFIXES)
 
 
-def _line_file(path: Path) -> "LineFile":
+def _line_file(path: Path, given: str) -> "LineFile":
     if not _is_lines(path):
-        raise InputError(f"{path} is of an unknown kind; inputs end in {', '.join(_LINE_SUFFIXES)}, one JSON object a line")
+        raise InputError(f"{given}: {path} is of an unknown kind; inputs end in {', '.join(_LINE_SUFFIXES)}, one JSON object a line")
     return LineFile(str(path))
 
 
@@ -181,7 +194,7 @@ class DatasetFolder(Source):
         try:
             dataset = datasets.load_from_disk(self.name)
         except Exception as error:  # whatever the library makes of a damaged folder
-            raise InputError(f"{self.name} cannot be read as a saved dataset: {error}") from None
+            raise InputError(f"{self.name} cannot be read as a saved dataset: {' '.join(str(error).split())}") from None
         if isinstance(dataset, datasets.DatasetDict):
             if "train" not in dataset:
                 raise InputError(f"{self.name} has the splits {sorted(dataset)} and none named train; name one, as {self.name}/SPLIT")
@@ -196,6 +209,10 @@ class DatasetFolder(Source):
 class HubDataset(Source):
     """The train split of a dataset on the Hugging Face hub, streamed."""
 
+    def __init__(self, name: str, given: str):
+        super().__init__(name)
+        self._given = given
+
     def chunks(self, text_key: str) -> Iterator[Chunk]:
         """Texts, in the order of the stream."""
         import datasets
@@ -204,7 +221,7 @@ class HubDataset(Source):
             dataset = datasets.load_dataset(self.name, split="train", streaming=True)
         except Exception as error:  # not found, no network, a script that this version of datasets does not run
             first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise InputError(f"{self.name} is neither a file or folder here nor a hub dataset that can be reached: {first_line}") from None
+            raise InputError(f"{self._given} is no file or folder here and no hub dataset that can be reached: {first_line}") from None
         self._record = {"name": self.name, "hub": True}
         yield from _cut(self.name, (self._text(row, text_key) for row in dataset), _text_bytes)
 
@@ -266,12 +283,12 @@ def _line_text(line: bytes, text_key: str) -> object:
     return record[text_key]
 
 
-def iterate_texts(inputs: Sequence[str], text_key: str = "text") -> Iterator[str]:
+def iterate_texts(inputs: Sequence[str], text_key: str = "text", option: str = "input") -> Iterator[str]:
     """Every document of some inputs, one after another; empty ones are left out.
 
     Raises InputError with `file:line` for a malformed record.
     """
-    for source in find_sources(inputs):
+    for source in find_sources(inputs, option):
         with contextlib.closing(source.chunks(text_key)) as chunks:
             for chunk in chunks:
                 for index, record in enumerate(chunk.records):

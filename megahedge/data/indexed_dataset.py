@@ -8,7 +8,6 @@ Layout of .idx, little-endian, as megatron-core and GPT-NeoX write it (version 1
 """
 
 import contextlib
-import errno
 import functools
 import hashlib
 import os
@@ -19,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from megahedge.utils.errors import InputError
-from megahedge.utils.files import file_lock, fsync_path
+from megahedge.utils.files import disk_errors_explained, file_lock, fsync_path
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -140,7 +139,7 @@ class IndexedDatasetWriter:
 
     Everything goes to `<name>.tmp`; `finish()` flushes and renames, .idx last, so that under its final names a pair is complete or absent.
     A context manager: leaving it by an exception removes the temporary files.  Keeps 4 bytes a document in memory.
-    Raises InputError if another process is writing the same prefix, and for a token that `dtype` cannot hold.
+    Raises InputError if another process is writing the same prefix, and for a token that `dtype` cannot hold; RunError for a full disk.
     """
 
     def __init__(self, prefix: str | os.PathLike, dtype: np.dtype | type):
@@ -153,7 +152,7 @@ class IndexedDatasetWriter:
         self._sizes = array("i")
         self._stack = contextlib.ExitStack()
         try:
-            self._stack.enter_context(file_lock(_sibling(bin_path(prefix), ".lock"), blocking=False))
+            self._stack.enter_context(file_lock(_sibling(bin_path(prefix), ".lock"), blocking=False, remove=True))
             self._bin = self._stack.enter_context(_sibling(bin_path(prefix), ".tmp").open("wb", buffering=1 << 20))
         except BlockingIOError:
             raise InputError(f"another process is writing {self.prefix}; wait for it or choose another output") from None
@@ -182,7 +181,7 @@ class IndexedDatasetWriter:
             raise InputError(f"token ids {np.min(tokens)} to {np.max(tokens)} do not fit {self.dtype} of {self.prefix}.bin")
         if np.max(sizes) > np.iinfo(np.int32).max:
             raise InputError(f"a document of {np.max(sizes)} tokens: the format allows {np.iinfo(np.int32).max}; split it")
-        with self._explained():
+        with disk_errors_explained(self.prefix):
             self._bin.write(np.ascontiguousarray(tokens, self.dtype).data)
         self._sizes.frombytes(np.ascontiguousarray(sizes, np.int32).tobytes())
         self.num_tokens += len(tokens)
@@ -190,7 +189,7 @@ class IndexedDatasetWriter:
     def finish(self) -> None:
         """Make the pair appear under its final names, in the place of an older one."""
         paths = [bin_path(self.prefix), idx_path(self.prefix)]
-        with self._explained():
+        with disk_errors_explained(self.prefix):
             self._flush(self._bin)
             with open(_sibling(paths[1], ".tmp"), "wb") as handle:
                 self._write_index(handle)
@@ -235,16 +234,6 @@ class IndexedDatasetWriter:
     def _flush(handle) -> None:
         handle.flush()
         os.fsync(handle.fileno())
-
-    @contextlib.contextmanager
-    def _explained(self):
-        """A full disk is the user's to mend, so it is told in one line."""
-        try:
-            yield
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES):
-                raise
-            raise InputError(f"cannot write {self.prefix}: {error.strerror}") from None
 
 
 def _sibling(path: Path, suffix: str) -> Path:

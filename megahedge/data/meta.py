@@ -109,11 +109,11 @@ def find_split(data_path: str | os.PathLike, split: str, *, allow_bare: bool = T
         return prefix
     if not idx_path(data_path).exists():
         raise InputError(
-            f"no dataset at {data_path}: neither {idx_path(prefix)} nor {idx_path(data_path)} exists; make it with "
+            f"no dataset at --data_path={data_path}: neither {idx_path(prefix)} nor {idx_path(data_path)} exists; make it with "
             f"`python tools/preprocess_owt.py --input TEXT.jsonl --output_prefix {data_path} --tokenizer TEACHER`"
         )
     if not allow_bare:
-        raise InputError(f"{data_path} is one bare pair without a {split} split; name a dataset that has {idx_path(prefix)}")
+        raise InputError(f"--data_path={data_path} is one bare pair without a {split} split; name a dataset that has {idx_path(prefix)}")
     if load_meta(data_path) is None:
         logger.warning("%s has no %s: nothing says which tokenizer made it; its ids are taken as they are", data_path, meta_path(data_path))
     return data_path

@@ -28,6 +28,7 @@ from megahedge.data.indexed_dataset import IndexedDatasetWriter, bin_path, idx_p
 from megahedge.data.meta import SPLITS, DatasetMeta, SplitMeta, meta_path, tokenizer_digest, write_meta
 from megahedge.data.tokenizer import load_tokenizer
 from megahedge.utils.errors import InputError
+from megahedge.utils.files import check_output, disk_errors_explained
 from megahedge.utils.logging import get_logger
 from megahedge.utils.units import format_count, format_seconds
 
@@ -67,13 +68,15 @@ class PreprocessConfig:
 
     def __post_init__(self):
         if not 0 <= self.val_fraction <= 1:
-            raise InputError(f"val_fraction={self.val_fraction} must lie between 0 and 1")
+            raise InputError(f"--val_fraction={self.val_fraction} must lie between 0 and 1")
         if self.workers < 1:
-            raise InputError(f"workers={self.workers} must be at least 1")
+            raise InputError(f"--workers={self.workers} must be at least 1")
         if self.on_bad_line not in ("error", "skip"):
-            raise InputError(f"on_bad_line={self.on_bad_line!r}; use error or skip")
+            raise InputError(f"--on_bad_line={self.on_bad_line} is not known; use error or skip")
         if not 0 <= self.seed < 2**64:
-            raise InputError(f"seed={self.seed} must lie between 0 and 2^64 - 1")
+            raise InputError(f"--seed={self.seed} must lie between 0 and 2^64 - 1")
+        if os.path.basename(self.output_prefix) in ("", ".", ".."):
+            raise InputError(f"--output_prefix={self.output_prefix!r} must end in a name, such as data/openwebtext")
 
 
 @dataclass(frozen=True)
@@ -105,17 +108,19 @@ class _Encoded:
 def preprocess(config: PreprocessConfig) -> DatasetMeta:
     """Tokenise `config.input` into `config.output_prefix`; returns what meta.json then says.
 
-    Raises InputError for bad input, an existing output, a worker that died, or input without a document; then no output appears.
+    Raises InputError for bad input, an existing output, a worker that died, or input without a document, and RunError for a full disk;
+    then no output appears.
     """
-    _refuse_existing(config)
+    _check_output(config)
     sources = find_sources(config.input)
-    tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision)
+    tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision, option="tokenizer")
     largest_id = max(tokenizer.get_vocab().values())
     settings = _encoder_settings(config, tokenizer, largest_id)
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
         prefixes = {split: f"{config.output_prefix}_{split}" for split in SPLITS}
         writers = {split: stack.enter_context(IndexedDatasetWriter(prefix, settings.dtype)) for split, prefix in prefixes.items()}
+        _check_output(config)  # again: another process may have finished the dataset before the writers took their locks
         totals = _Totals(writers)
         progress = stack.enter_context(_Progress(sources))
         encoded = stack.enter_context(contextlib.closing(_encode_in_order(sources, settings, config.workers)))
@@ -124,7 +129,7 @@ def preprocess(config: PreprocessConfig) -> DatasetMeta:
             progress.update(chunk, result)
         if totals.num_documents == 0:
             skipped = ", ".join(f"{count} {reason}" for reason, count in totals.skipped.items()) or "no records"
-            raise InputError(f"no document in {', '.join(config.input)} ({skipped})")
+            raise InputError(f"no document in --input {' '.join(config.input)} ({skipped})")
         meta = DatasetMeta(
             tokenizer_digest=tokenizer_digest(tokenizer),
             tokenizer_name=config.tokenizer,
@@ -140,12 +145,10 @@ def preprocess(config: PreprocessConfig) -> DatasetMeta:
     return meta
 
 
-def _refuse_existing(config: PreprocessConfig) -> None:
+def _check_output(config: PreprocessConfig) -> None:
     prefixes = [f"{config.output_prefix}_{split}" for split in SPLITS]
     paths = [path(prefix) for prefix in prefixes for path in (bin_path, idx_path)] + [meta_path(config.output_prefix)]
-    existing = [path for path in paths if path.exists()]
-    if existing and not config.overwrite:
-        raise InputError(f"{existing[0]} exists already; choose another --output_prefix, or give --overwrite to replace it")
+    check_output("output_prefix", config.output_prefix, *paths, overwrite=config.overwrite)
 
 
 def _publish(prefix: str, writers: dict[str, IndexedDatasetWriter], meta: DatasetMeta) -> None:
@@ -153,12 +156,13 @@ def _publish(prefix: str, writers: dict[str, IndexedDatasetWriter], meta: Datase
     meta_path(prefix).unlink(missing_ok=True)
     for writer in writers.values():
         writer.finish()
-    write_meta(prefix, meta)
+    with disk_errors_explained(meta_path(prefix)):
+        write_meta(prefix, meta)
 
 
 def _eod_id(tokenizer, name: str) -> int:
     if tokenizer.eos_token_id is None:
-        raise InputError(f"the tokenizer at {name} has no end-of-text token (eos_token)")
+        raise InputError(f"--tokenizer={name} has no end-of-text token (eos_token)")
     return tokenizer.eos_token_id
 
 

@@ -1,17 +1,44 @@
 """Finding the tokenizer of a model."""
 
+import os
+from pathlib import Path
+
 from megahedge.utils.errors import InputError
+from megahedge.utils.files import read_json_object, run_hint
+
+_VOCABULARY_FILES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+_JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "config.json")
 
 
-def load_tokenizer(name: str, revision: str | None = None):
-    """A fast Hugging Face tokenizer from a folder or the hub.  Raises InputError where there is none."""
+def load_tokenizer(name: str, revision: str | None = None, *, option: str | None = None):
+    """A fast Hugging Face tokenizer from a folder or the hub.
+
+    option: the command-line option that gave `name`, for error messages.
+    Raises InputError where there is none, or where its files are damaged.
+    """
     import transformers
 
+    given = f"--{option}={name}" if option else f"the tokenizer {name}"
+    if os.path.isdir(name):
+        _check_folder(Path(name), given)
+    elif not name.strip() or os.path.exists(name):
+        raise InputError(f"{given} is no folder; give a folder with tokenizer.json, or the name of a model on the Hugging Face hub")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, revision=revision)
-    except (OSError, ValueError, KeyError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"no tokenizer at {name}: {first_line}") from None
+    except Exception as error:  # damaged files fail in whatever way their contents lead to, and the hub's client has errors of its own
+        if not os.path.isdir(name):
+            raise InputError(f"{given} is no folder here, and the Hugging Face hub gave no tokenizer of that name") from None
+        reason = " ".join(str(error).split())
+        raise InputError(f"{given} holds a tokenizer that cannot be read ({type(error).__name__}: {reason})") from None
     if not tokenizer.is_fast:
-        raise InputError(f"the tokenizer at {name} has no fast version (tokenizer.json), which preprocessing needs")
+        raise InputError(f"{given} has no fast version (tokenizer.json), which preprocessing needs")
     return tokenizer
+
+
+def _check_folder(folder: Path, given: str) -> None:
+    """Raise InputError for a folder without a vocabulary, for which transformers makes one up, and for damaged JSON files."""
+    if not any(path.is_file() for pattern in _VOCABULARY_FILES for path in folder.glob(pattern)):
+        raise InputError(f"{given} holds no tokenizer; {run_hint(folder) or 'give a folder with tokenizer.json'}")
+    for path in (folder / name for name in _JSON_FILES):
+        if path.is_file():
+            read_json_object(path)

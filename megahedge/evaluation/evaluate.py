@@ -4,7 +4,6 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import torch
 
@@ -17,6 +16,7 @@ from megahedge.evaluation.perplexity import Perplexity, measure_perplexity
 from megahedge.evaluation.text import TextCounts, count_text
 from megahedge.utils.cli import Count
 from megahedge.utils.errors import InputError, RunError
+from megahedge.utils.files import check_output
 from megahedge.utils.labels import IGNORE_INDEX
 from megahedge.utils.logging import get_logger
 from megahedge.utils.progress import ProgressBar
@@ -61,8 +61,8 @@ class EvaluateOptions:
             value = getattr(self, name)
             if value is not None and value < lowest:
                 raise InputError(f"--{name}={value} must be at least {lowest}")
-        if self.output is not None and Path(self.output).is_dir():
-            raise InputError(f"--output={self.output} is a folder; name a file")
+        if self.output is not None:
+            check_output("output", self.output, self.output, overwrite=True)
 
 
 @dataclasses.dataclass(frozen=True)

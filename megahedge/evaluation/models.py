@@ -5,6 +5,7 @@ A further kind (a student of another mixer, an exported model) is one more `_ope
 
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,8 @@ class OpenModel:
     """A model ready to be scored."""
 
     token_losses: TokenLosses
+    logits: Callable[[Tensor], Tensor]
+    """From tokens [b, t] to [b, t, vocab_size]."""
     vocab_size: int
     max_seq_len: int | None
     """Longest sequence that it was made for; None where its config names none."""
@@ -118,7 +121,7 @@ def _open_run(path: Path, dtype: torch.dtype, device: torch.device | str) -> Ope
     _check_names(model, checkpoint)
     load_parameters(model, lambda name, index: checkpoint.read("parameters", name, index), model.tensor_parallel)
     run = checkpoint.path.parent.parent
-    tokenizer, digest = _find_tokenizer(run / "hf")
+    tokenizer, digest = _find_tokenizer_of_run(run, checkpoint.record)
     if (run / "run.json").is_file():
         digest = read_json_object(run / "run.json").get("data", {}).get("tokenizer_digest") or digest
     source = ModelSource(
@@ -128,7 +131,22 @@ def _open_run(path: Path, dtype: torch.dtype, device: torch.device | str) -> Ope
         step=checkpoint.step,
         loaded=len(checkpoint.names("parameters")),
     )
-    return OpenModel(model.token_losses, config.vocab_size, config.max_position_embeddings, source, tokenizer, digest)
+    return OpenModel(model.token_losses, model, config.vocab_size, config.max_position_embeddings, source, tokenizer, digest)
+
+
+def _find_tokenizer_of_run(run: Path, record: dict) -> tuple[Any | None, str | None]:
+    """The tokenizer that a pretrained model lies with, or that of the teacher behind a stage; two times None where neither is there."""
+    if (run / "hf").is_dir():
+        return _find_tokenizer(run / "hf")
+    origin = record.get("origin", {})
+    if origin.get("teacher") is None:
+        return None, None
+    try:
+        tokenizer = load_tokenizer(origin["teacher"], origin["teacher_revision"])
+    except InputError as error:
+        logger.warning("the tokenizer of the run's teacher: %s", error)
+        return None, None
+    return tokenizer, tokenizer_digest(tokenizer)
 
 
 def _check_names(model: LanguageModel, checkpoint: Checkpoint) -> None:
@@ -149,7 +167,7 @@ def _open_published(folder: Path, dtype: torch.dtype, device: torch.device | str
     load_pretrained(model, folder)
     loaded = sum(1 for _ in named_specs(model))
     source = ModelSource(path=str(folder), kind=config.family, implementation="megahedge", step=None, loaded=loaded)
-    return OpenModel(model.token_losses, config.vocab_size, config.max_position_embeddings, source, *_find_tokenizer(folder))
+    return OpenModel(model.token_losses, model, config.vocab_size, config.max_position_embeddings, source, *_find_tokenizer(folder))
 
 
 def _open_transformers(folder: Path, dtype: torch.dtype, device: torch.device | str) -> OpenModel:
@@ -177,13 +195,15 @@ def _open_transformers(folder: Path, dtype: torch.dtype, device: torch.device | 
         unexpected=len(unexpected),
     )
 
+    def logits(tokens: Tensor) -> Tensor:
+        return model(input_ids=tokens, use_cache=False).logits
+
     def token_losses(tokens: Tensor, labels: Tensor) -> Tensor:
-        logits = model(input_ids=tokens, use_cache=False).logits.float()
-        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
+        losses = F.cross_entropy(logits(tokens).float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
         return losses.view_as(labels)
 
     max_seq_len = getattr(config, "max_position_embeddings", None)
-    return OpenModel(token_losses, config.vocab_size, max_seq_len, source, *_find_tokenizer(folder))
+    return OpenModel(token_losses, logits, config.vocab_size, max_seq_len, source, *_find_tokenizer(folder))
 
 
 def _find_tokenizer(folder: Path) -> tuple[Any | None, str | None]:

@@ -77,8 +77,10 @@ class _ChannelScan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_outputs, grad_state):
+        saved = ctx.saved_tensors  # read once: activation checkpointing gives each tensor out a single time
         with torch.autocast(grad_outputs.device.type, enabled=False):
-            return (*_sweep_backwards(ctx, grad_outputs, grad_state, _sweep_forwards(ctx, grad_outputs)), None)
+            forwards = _sweep_forwards(saved, ctx.resets, grad_outputs)
+            return (*_sweep_backwards(saved, ctx.resets, grad_outputs, grad_state, forwards), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,12 +99,12 @@ class _Forwards:
     """The state after each stretch."""
 
 
-def _sweep_forwards(ctx, grad_outputs: Tensor) -> _Forwards:
-    C, B, X, step, rate, state = ctx.saved_tensors
+def _sweep_forwards(saved: tuple[Tensor, ...], resets: list[Tensor | None], grad_outputs: Tensor) -> _Forwards:
+    C, B, X, step, rate, state = saved
     state = state.clone()
     decay, product = _decay_scratch(rate, step), torch.empty_like(state[0])
     grad_C, grad_rate, rated, elapsed, checkpoints = torch.empty_like(C), torch.zeros_like(state[0]), torch.empty_like(step), [], []
-    for t, reset in enumerate(ctx.resets):
+    for t, reset in enumerate(resets):
         _decay_(state, decay, rate, step[t], reset)
         since = step[t] if t % CHECKPOINT_INTERVAL == 0 else elapsed[-1] + step[t]
         elapsed.append(_cleared(since, reset))
@@ -112,19 +114,21 @@ def _sweep_forwards(ctx, grad_outputs: Tensor) -> _Forwards:
         grad_rate.addcmul_(product, elapsed[t], value=-1)
         rated[t] = product.mul_(rate).sum_to_size(step[t].shape)
         _add_outer_(state, B[t], X[t])
-        if _ends_stretch(t, len(ctx.resets)):
+        if _ends_stretch(t, len(resets)):
             checkpoints.append(state.clone())
     return _Forwards(grad_C, grad_rate, rated, elapsed, checkpoints)
 
 
-def _sweep_backwards(ctx, grad_outputs: Tensor, grad_state: Tensor, forwards: _Forwards) -> tuple[Tensor, ...]:
+def _sweep_backwards(
+    saved: tuple[Tensor, ...], resets: list[Tensor | None], grad_outputs: Tensor, grad_state: Tensor, forwards: _Forwards
+) -> tuple[Tensor, ...]:
     """Gradients of C, B, X, step, rate and state."""
-    C, B, X, step, rate, _ = ctx.saved_tensors
+    C, B, X, step, rate, _ = saved
     adjoint = grad_state.clone()
     decay, product, running = _decay_scratch(rate, step), torch.empty_like(adjoint[0]), None
     grad_B, grad_X, grad_step, grad_rate = torch.empty_like(B), torch.empty_like(X), torch.empty_like(step), forwards.rate
-    for t, reset in reversed(list(enumerate(ctx.resets))):
-        if _ends_stretch(t, len(ctx.resets)):
+    for t, reset in reversed(list(enumerate(resets))):
+        if _ends_stretch(t, len(resets)):
             _sum_products(adjoint, forwards.checkpoints.pop(), out=product)  # q_{t+1}
             grad_rate.addcmul_(product, forwards.elapsed[t], value=-1)
             running = product.mul_(rate).sum_to_size(step[t].shape)

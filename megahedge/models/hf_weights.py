@@ -18,7 +18,7 @@ from megahedge.models.language_model import LanguageModel
 from megahedge.models.weight_files import CheckpointReader, few
 from megahedge.parallel.sharding import Index, load_parameters, named_specs
 from megahedge.utils.errors import InputError
-from megahedge.utils.files import apply_umask, fsync_path, read_json_object, sha256_file, write_json
+from megahedge.utils.files import apply_umask, fsync_path, read_json_object, run_hint, sha256_file, write_json
 from megahedge.utils.logging import get_logger
 
 __all__ = [
@@ -45,7 +45,7 @@ def load_config(folder: str | os.PathLike) -> ModelConfig:
     """Our config of a Hugging Face folder.  Raises InputError if config.json is missing, damaged or of an unsupported model."""
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise InputError(f"{folder} holds no config.json; a model is a folder with config.json and weights")
+        raise InputError(f"{folder} holds no config.json; {run_hint(folder) or 'a model is a folder with config.json and weights'}")
     return load_config_file(path)
 
 

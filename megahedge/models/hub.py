@@ -17,12 +17,14 @@ def resolve_pretrained(name_or_folder: str | os.PathLike, revision: str | None =
 
     Raises InputError where there is neither.
     """
-    folder = Path(name_or_folder).expanduser()
-    if folder.is_dir():
+    folder = Path(os.path.expanduser(name_or_folder))
+    if not os.fspath(name_or_folder).strip():
+        raise InputError("the name of the model is empty; give a folder with config.json and weights, or a name on the Hugging Face hub")
+    if os.path.isdir(folder):  # unlike Path.is_dir, false for a name that is too long
         if revision is not None:
             raise InputError(f"revision={revision} goes with a model of the Hugging Face hub; {folder} is a local folder")
         return folder
-    if folder.exists():
+    if os.path.exists(folder):
         raise InputError(f"{folder} is a file; a model is a folder with config.json and weights, or a name on the Hugging Face hub")
     try:
         return _download(str(name_or_folder), revision)

@@ -106,9 +106,13 @@ class _BinFile:
         try:
             # files from before torch 1.6 are no zip archives and cannot be mapped
             self._tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-        except Exception as error:  # a damaged pickle fails in whatever way its bytes lead to
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise InputError(f"{path} is damaged or no PyTorch weight file: {reason}") from error
+        except OSError as error:
+            raise InputError(f"cannot read {path}: {error.strerror or error}") from None
+        except Exception as error:  # a damaged pickle fails in whatever way its bytes lead to; torch's own words advise to run its code
+            raise InputError(
+                f"{path} is damaged, or holds pickled objects other than tensors ({type(error).__name__}), which are never loaded because "
+                "they can run code; give the weights as model.safetensors, or as a .bin file of tensors alone"
+            ) from error
         if not isinstance(self._tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in self._tensors.values()):
             raise InputError(f"{path} holds no table of tensors by name")
 

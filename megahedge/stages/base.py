@@ -18,12 +18,12 @@ from megahedge.data.indexed_dataset import IndexedDataset
 from megahedge.data.loader import BatchLoader, TrainingData, ValidationData
 from megahedge.data.meta import check_tokenizer, dataset_digest, find_split, load_meta, tokenizer_digest
 from megahedge.evaluation.perplexity import Perplexity, measure_perplexity
-from megahedge.models.hf_weights import weights_digest
+from megahedge.models.hf_weights import PretrainedWeights, weights_digest
 from megahedge.models.language_model import LanguageModel
 from megahedge.parallel.sharding import full_numel
 from megahedge.parallel.topology import TensorParallel, Topology
 from megahedge.training.checkpointing import Extras, Progress, find_checkpoint, load_student, restore_optimizer
-from megahedge.training.distributed import init_distributed, on_first_rank
+from megahedge.training.distributed import init_distributed, on_first_rank, tell_of_lost_ranks
 from megahedge.training.ds_config import load_ds_config, merge_ds_config, zero_stage
 from megahedge.training.engine import TrainingEngine
 from megahedge.training.loop import Job, train
@@ -125,6 +125,8 @@ def plan_run(
     digest = _check_data(options, model, tokenizer, tokenizer_source)
     validation = ValidationData(_find_validation(options), options.seq_len, options.eval_tokens, model.vocab_size)
     data = TrainingData(options.data_path, options.seq_len, options.seed)
+    if weights is not None:
+        PretrainedWeights(model, weights)  # names and shapes, from the files' headers
     return Plan(options, run, model, batches, ds_config, data, validation, digest, tokenizer_source, weights, source)
 
 
@@ -165,7 +167,7 @@ def run_stage(stage_type: type[Stage], plan: Plan) -> tuple[Stage, TrainingEngin
         print_header(stage.name, plan, stage)
         return None
     topology = init_distributed(options.tp_size)
-    with contextlib.ExitStack() as held:
+    with tell_of_lost_ranks(), contextlib.ExitStack() as held:
         on_first_rank(lambda: held.enter_context(plan.run.locked()) and None, f"--output_dir={plan.run.path}")
         return _run(stage_type, plan, topology)
 
@@ -231,9 +233,20 @@ def _record(stage_type: type[Stage], plan: Plan) -> dict:
 def _check_same_run(checkpoint: Checkpoint, record: dict) -> None:
     """Refuse a checkpoint whose stage, model or data are not those that the options name now; they may lie elsewhere."""
     for key, now in record.items():
-        before = checkpoint.record[key]
-        if _without_places(before) != _without_places(now):
-            raise InputError(f"--resume from {checkpoint.path}: its {key} was {before}, and is {now} now; use a new --output_dir")
+        differing = _differences(_without_places(checkpoint.record.get(key)), _without_places(now), key)
+        if differing:
+            raise InputError(
+                f"--resume from {checkpoint.path}: {'; '.join(differing)}; use these again, or a new --output_dir"
+            )
+
+
+def _differences(before, now, name: str) -> list[str]:
+    """Each value of two nested records that is not the same in both."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        return [text for key in before | now for text in _differences(before.get(key), now.get(key), f"{name}.{key}")]
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        return [text for index, pair in enumerate(zip(before, now, strict=True)) for text in _differences(*pair, f"{name}.{index}")]
+    return [] if before == now else [f"{name} was {before} and is {now} now"]
 
 
 _PLACES = ("prefix", "tokenizer_name", "teacher", "teacher_revision", "init_from")
@@ -286,6 +299,7 @@ def print_header(name: str, plan: Plan, stage: Stage | None = None) -> None:
         "run": f"{name} in {plan.run.path}",
         "model": f"{model.family}, {model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads of {model.head_dim}, "
         f"vocabulary {model.vocab_size}",
+        "mixer": model.mixer.describe(),
         "data": "; ".join(_describe(index.dataset) for index in plan.data.indices),
         "epochs": ", ".join(f"{count:.3g}" for count in plan.data.epochs(options.train_steps * options.global_batch_size)),
         "validation": f"{_describe(plan.validation.dataset)}, {format_count(plan.validation.num_scored_tokens)} scored",

@@ -85,7 +85,7 @@ def _find_tokenizer(options: PretrainOptions):
         if meta is None:
             raise InputError(f"--data_path {prefix} does not say which tokenizer made it; give --tokenizer")
         name, revision = meta.tokenizer_name, meta.options.get("tokenizer_revision")
-    return load_tokenizer(name, revision), f"--tokenizer {name}"
+    return load_tokenizer(name, revision), f"--tokenizer {name}" if options.tokenizer else f"the data's tokenizer {name}"
 
 
 def _export(stage: Pretrain, engine: TrainingEngine, tokenizer, folder: Path, dtype: torch.dtype) -> None:

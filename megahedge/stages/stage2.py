@@ -64,10 +64,11 @@ class Stage2(Stage):
         if plan.source is not None:
             plan.source.verify(("parameters", "probe"))
             _check_teacher(plan, weights)
+        teacher, revision = _teacher_name(options, plan.source)
         return {
             "weights": weights,
-            "teacher": options.teacher,
-            "teacher_revision": options.teacher_revision,
+            "teacher": teacher,
+            "teacher_revision": revision,
             "init_from": options.init_from,
             "stage1_steps": plan.source.step if plan.source else 0,
         }
@@ -138,6 +139,10 @@ def _prove_handover(student: LanguageModel, plan: Plan, read: Callable[..., Tens
             f"the hand-over is not exact: the student differs from what it starts from by a KL of {divergence:.3g} nats a token on the "
             f"probe, where {MAX_PROBE_KL:g} is allowed; no step was taken"
         )
+    for name, parameter in student.named_parameters():
+        # a single rate off 0 shows too little on a short probe (KL 1e-9 and less)
+        if getattr(parameter, "lower_bound", None) is not None and parameter.any():
+            raise RunError(f"the hand-over is not exact: {name} starts at {parameter.max():.3g} instead of 0; no step was taken")
     logger.info("hand-over proven: KL %.2g nats a token on a probe of %d tokens", divergence, tokens.numel())
 
 
@@ -178,16 +183,26 @@ def _find_source(options: Stage2Options) -> Checkpoint:
     return Checkpoint(found[0])
 
 
-def _find_teacher(options: Stage2Options, source: Checkpoint | None) -> Teacher:
-    """--teacher, or the one that stage 1's record names."""
+def _teacher_name(options: Stage2Options, source: Checkpoint | None) -> tuple[str, str | None]:
+    """Name and revision of --teacher, or of the one that stage 1's record names."""
     if options.teacher is not None:
-        return Teacher.find(options.teacher, options.teacher_revision)
+        return options.teacher, options.teacher_revision
+    if options.teacher_revision is not None:
+        raise InputError(f"--teacher_revision={options.teacher_revision} goes with --teacher; without that, stage 1's record names both")
     origin = source.record.get("origin", {})
     if origin.get("teacher") is None:
         raise InputError(f"--init_from={options.init_from} names no teacher: it is no run of scripts/stage1.py")
+    return origin["teacher"], origin["teacher_revision"]
+
+
+def _find_teacher(options: Stage2Options, source: Checkpoint | None) -> Teacher:
+    """Look it up, or download it."""
+    name, revision = _teacher_name(options, source)
     try:
-        return Teacher.find(origin["teacher"], origin["teacher_revision"])
+        return Teacher.find(name, revision)
     except InputError as error:
+        if options.teacher is not None:
+            raise
         raise InputError(f"the teacher of --init_from={options.init_from}: {error}; if it has moved, give --teacher") from None
 
 

@@ -1,24 +1,27 @@
 """Joining a job, and what its ranks must do together or not at all."""
 
+import contextlib
 import datetime
 import logging
 import os
 import socket
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
 from megahedge.parallel.topology import Topology
-from megahedge.training.op_builds import await_op_builds
+from megahedge.training.op_builds import prepare_op_builds
 from megahedge.utils.errors import InputError, RunError
 from megahedge.utils.words import divisors, either
 
 # Long enough for rank 0 to digest a checkpoint of a large model while the others wait for its verdict.
 TIMEOUT = datetime.timedelta(hours=1)
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process has terminated")
+"""What gloo and NCCL say of a rank that has died."""
 FOR_USERS = (InputError, RunError)
 DISK_ERRORS = (OSError, SafetensorError)  # safetensors tells of a full disk by an exception of its own
 
@@ -34,14 +37,19 @@ def init_distributed(tp_size: int) -> Topology:
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size % tp_size:
         raise InputError(f"--tp_size={tp_size} does not divide the number of processes {world_size}; use {either(divisors(world_size))}")
-    _quiet_deepspeed()
-    await_op_builds()
+    quiet_deepspeed()
+    prepare_op_builds()
     import deepspeed
 
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=TIMEOUT)
+    try:
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=TIMEOUT)
+    except dist.DistNetworkError as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        reason = "another job has this port" if "EADDRINUSE" in str(error) else str(error).splitlines()[0]
+        raise InputError(f"the ranks cannot meet at {address}: {reason}; give the launcher another --master_port") from None
     return Topology.create(tp_size)
 
 
@@ -55,7 +63,7 @@ def _complete_environment() -> None:
         raise InputError(f"{given} is set without {', '.join(missing)}; start with the deepspeed launcher or torchrun, or set them all")
 
 
-def _quiet_deepspeed() -> None:
+def quiet_deepspeed() -> None:
     """Let DeepSpeed use the device that we use, and keep its own log to warnings unless the user has set its level."""
     os.environ["DS_ACCELERATOR"] = "cuda" if torch.cuda.is_available() else "cpu"
     from deepspeed.utils import logger as deepspeed_logger
@@ -63,8 +71,8 @@ def _quiet_deepspeed() -> None:
     # DeepSpeed calls collectives by names that torch 2.13 renames, and warns of it at every one
     warnings.filterwarnings("ignore", message="`torch.distributed.*` is deprecated", category=FutureWarning)
     deepspeed_logger.setLevel(os.environ.get("DEEPSPEED_LOG_LEVEL", "WARNING").upper())
-    # our optimizer is torch's AdamW with a gate, and tested under every stage
-    deepspeed_logger.addFilter(lambda record: "untested optimizer" not in record.getMessage())
+    # our optimizer is torch's AdamW with a gate, and tested under every stage; of skipped steps the loop tells, with their samples
+    deepspeed_logger.addFilter(lambda record: not any(words in record.getMessage() for words in ("untested optimizer", "OVERFLOW")))
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
 
 
@@ -72,6 +80,17 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def tell_of_lost_ranks() -> Iterator[None]:
+    """Within `with`, what a collective raises when another rank has died becomes a RunError that says so."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, RunError) or not any(words in str(error) for words in LOST):
+            raise
+        raise RunError("another rank of the job has gone; its own output says why; --resume goes on from the last checkpoint") from error
 
 
 def on_first_rank(action: Callable[[], object], doing: str):

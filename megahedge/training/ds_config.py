@@ -3,6 +3,7 @@
 import json
 
 from megahedge.config.options import BatchPlan, TrainOptions
+from megahedge.training.distributed import quiet_deepspeed
 from megahedge.utils.errors import InputError
 
 # What our options own: path in DeepSpeed's configuration -> the option to use instead.
@@ -19,6 +20,14 @@ OWNED = {
     "data_types": "--dtype",
     "managed_gradient_accumulation": "the training loop",
 }
+
+# What else of DeepSpeed's configuration a file may hold; anything else would be ignored by one side or the other.
+ALLOWED = {
+    "zero_optimization", "communication_data_type", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "prescale_gradients",
+    "gradient_predivide_factor", "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger",
+    "flops_profiler",
+}  # fmt: skip
+COMMUNICATION_DTYPES = ("fp32", "fp16", "bf16")
 
 
 def load_ds_config(path: str) -> dict:
@@ -39,7 +48,7 @@ def zero_stage(config: dict) -> int:
     if not isinstance(section, dict):
         raise InputError(f'zero_optimization in --ds_config is {json.dumps(section)}; say {{"stage": N}}, and use 0, 1, 2 or 3')
     stage = section.get("stage", 0)
-    if stage not in (0, 1, 2, 3):
+    if type(stage) is not int or stage not in (0, 1, 2, 3):
         raise InputError(f"zero_optimization in --ds_config asks for stage {json.dumps(stage)}; use 0, 1, 2 or 3")
     return stage
 
@@ -85,13 +94,41 @@ def _defaults(dtype: str) -> dict:
 
 
 def _refuse_unsupported(config: dict, path: str) -> None:
-    """Refuse features whose partitions our checkpoints cannot reach."""
+    """Refuse what DeepSpeed would refuse or ignore later, and features whose partitions our checkpoints cannot reach."""
     zero = config.get("zero_optimization", {})
+    unknown = [key for key in config if key not in ALLOWED and key not in OWNED and not _switched_off(config[key])]
+    if "activation_checkpointing" in unknown:
+        raise InputError(f"{path}: activation_checkpointing belongs to the option --activation_checkpointing; remove it")
+    if unknown:
+        raise InputError(f"{path}: {', '.join(unknown)} is not supported; remove it, and keep to {', '.join(sorted(ALLOWED))}")
+    communication = config.get("communication_data_type")
+    if communication is not None and communication not in COMMUNICATION_DTYPES:
+        named = json.dumps(communication)
+        raise InputError(f"{path}: communication_data_type={named} is not known; use {', '.join(COMMUNICATION_DTYPES)} or leave it out")
     if zero.get("mics_shard_size", -1) != -1:
         raise InputError(f"{path}: mics_shard_size={json.dumps(zero['mics_shard_size'])} is not supported; remove it")
     for key in ("offload_optimizer", "offload_param"):
         if isinstance(zero.get(key), dict) and zero[key].get("device") == "nvme":
             raise InputError(f"{path}: {key} to nvme is not supported; use device cpu, or no offload")
+    _check_zero_section(zero, path)
+
+
+def _switched_off(section) -> bool:
+    return isinstance(section, dict) and section.get("enabled") is False
+
+
+def _check_zero_section(section: dict, path: str) -> None:
+    """Let DeepSpeed's own model of the section judge its keys and values."""
+    quiet_deepspeed()
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    try:
+        DeepSpeedZeroConfig(**{key: value for key, value in section.items() if value != "auto"})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(["zero_optimization", *map(str, first["loc"])])
+        raise InputError(f"{path}: {where}={json.dumps(first['input'], default=str)}: {first['msg']}") from None
 
 
 def _agrees(theirs, ours) -> bool:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable
 
@@ -52,11 +53,11 @@ def train(job: Job, progress: Progress) -> Progress:
     """Run steps `progress.step + 1` to the last that the token budget pays for, or until asked to stop; save at the end.
 
     Writes the summary of a run that has used its budget.  Returns where the run stands.
-    Raises RunError after MAX_SKIPPED_IN_A_ROW steps in a row without a finite loss and gradient.
+    Raises RunError after MAX_SKIPPED_IN_A_ROW steps in a row without a finite loss and gradient, or where the validation loss is not
+    finite at the end.
     """
     options, total_steps = job.options, job.options.train_steps
     first_rank = dist.get_rank() == 0
-    bar = ProgressBar(total_steps * options.tokens_per_step, "tokens", initial=progress.tokens, description="training", enabled=first_rank)
     started = time.monotonic()
     last_step = min(total_steps, options.stop_after or total_steps)
     measured = None
@@ -64,6 +65,8 @@ def train(job: Job, progress: Progress) -> Progress:
         if progress.step == 0 or progress.evaluation_due:
             measured = _evaluate(job, progress.step)
             progress = dataclasses.replace(progress, evaluation_due=False)
+        all_tokens = total_steps * options.tokens_per_step
+        bar = ProgressBar(all_tokens, "tokens", initial=progress.tokens, description="training", enabled=first_rank)
         while progress.step < last_step:
             step = progress.step + 1
             # dropout and the like draw from a state that is a function of the step, so a restart needs no saved generators
@@ -76,21 +79,29 @@ def train(job: Job, progress: Progress) -> Progress:
                 _report_skipped(progress, result)
             if step % options.log_interval == 0 or step == total_steps:
                 _log_step(job, progress, result, lr, time.monotonic() - step_started)
-            bar.update(options.tokens_per_step, loss=f"{result.loss:.4f}", step=f"{step}/{total_steps}")
+            shown = {"loss": f"{result.loss:.4f}", "lr": f"{lr:.2e}", "grad_norm": f"{result.grad_norm:.3f}"}
+            bar.update(options.tokens_per_step, **shown, step=f"{step}/{total_steps}")
             evaluate_now = step % options.eval_interval == 0 or step == total_steps
-            if result.stop_requested:  # whoever asks gives little time: the checkpoint first, the evaluation after the resume
-                progress = dataclasses.replace(progress, evaluation_due=evaluate_now)
-                _save(job, progress, needed=True)
+            # the checkpoint before the evaluation, which may take long: a kill, or whoever asks to stop, then costs the evaluation alone
+            if result.stop_requested or step % options.save_interval == 0 or step == last_step:
+                saved = dataclasses.replace(progress, evaluation_due=evaluate_now)
+                _save(job, saved, needed=result.stop_requested or step == last_step)
+            if result.stop_requested:
+                progress = saved
                 log_agreed(logger, logging.WARNING, "asked to stop by a signal: saved at step %d; --resume goes on from there", step)
                 break
             if evaluate_now:
                 measured = _evaluate(job, step)
-            if step % options.save_interval == 0 or step == last_step:
-                _save(job, progress, needed=step == last_step)
-    bar.close()
+        bar.close()
     logger.info("step %d of %d after %s", progress.step, total_steps, format_seconds(time.monotonic() - started))
     if progress.finished(total_steps):
-        _write_summary(job, progress, measured or job.evaluate())
+        measured = measured or job.evaluate()
+        _write_summary(job, progress, measured)
+        if not math.isfinite(measured.loss):
+            raise RunError(
+                f"the run has ended with a validation loss of {measured.loss}: it has diverged; lower --lr, raise --warmup_fraction, or "
+                "try --dtype fp32, in a new --output_dir"
+            )
     return progress
 
 
@@ -98,6 +109,8 @@ def _save(job: Job, progress: Progress, needed: bool) -> None:
     """Write a checkpoint.  Raises RunError if one that the run ends on could not be written."""
     root, keep_last = job.run.checkpoints, job.options.keep_last
     written = save_checkpoint(job.engine, job.student, root, progress, job.record, keep_last, job.extras)
+    if written:
+        logger.info("checkpoint of step %d written to %s", progress.step, root)
     if needed and not written:
         raise RunError(f"the run ends at step {progress.step} and its checkpoint could not be written; --resume goes on from an older one")
 

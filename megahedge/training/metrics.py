@@ -18,11 +18,22 @@ TIMING_KEYS = ("tokens_per_second", "elapsed_seconds")
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Lines of a metrics file; a last line that a kill cut short is left out."""
+    """Lines of a metrics file; a last line that a kill cut short is left out, and lines that are none of ours with a warning."""
     if not path.is_file():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+    readable = [entry for entry in map(_parse_line, lines) if entry is not None]
+    if len(readable) < len(lines):
+        logger.warning("%s: %d lines cannot be read and are left out", path, len(lines) - len(readable))
+    return readable
+
+
+def _parse_line(line: str) -> dict | None:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) and {"kind", "step"} <= entry.keys() else None
 
 
 def finite_or_none(values: dict) -> dict:

@@ -1,10 +1,12 @@
-"""Locks on the operators that DeepSpeed compiles at its first start.
+"""The operators that DeepSpeed compiles at its first start: where they are kept, and who may compile them.
 
+Kept in the virtual environment: a cache that several environments share is compiled anew whenever another of them had it last.
 torch's lock there is a file that exists: a process that is killed while it compiles leaves it behind, and every later start would
 wait for it for ever, in silence.
 """
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -14,6 +16,15 @@ logger = get_logger(__name__)
 
 STALE_SECONDS = 300
 """Age from which a lock that nobody here holds is taken for abandoned; a build takes about a minute, also on another host."""
+
+
+def prepare_op_builds() -> None:
+    """Settle where operators are kept, wait for builds by others, and tell of the one to come."""
+    if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
+    await_op_builds()
+    if not any(_root().glob("**/*.so")):
+        logger.info("DeepSpeed compiles a communication helper at its first start in an environment, for about a minute")
 
 
 def await_op_builds(stale_seconds: float = STALE_SECONDS) -> None:
@@ -31,10 +42,14 @@ def await_op_builds(stale_seconds: float = STALE_SECONDS) -> None:
             time.sleep(0.2)
 
 
-def _locks() -> list[Path]:
+def _root() -> Path:
     from torch.utils.cpp_extension import get_default_build_root
 
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+
+
+def _locks() -> list[Path]:
+    root = _root()
     return sorted([*root.glob("*/lock"), *root.glob("*/*/lock")])
 
 

@@ -8,6 +8,7 @@ summary.json     final figures, written when the run has used its budget
 
 import contextlib
 import dataclasses
+import os
 import platform
 import sys
 import time
@@ -46,6 +47,10 @@ class RunFolder:
         """
         if self.path.exists() and not self.path.is_dir():
             raise InputError(f"--output_dir={self.path} is a file; name a folder")
+        parent = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            reason = "may not be written" if parent.is_dir() else "is a file"
+            raise InputError(f"--output_dir={self.path} cannot be made: {parent} {reason}; name a folder elsewhere")
         if not self.record_file.is_file():
             if self.path.is_dir() and not all(path == self._lock_file or is_temporary_file(path) for path in self.path.iterdir()):
                 raise InputError(f"--output_dir={self.path} is not empty and holds no run; name another folder")
@@ -54,7 +59,9 @@ class RunFolder:
             found = complete_checkpoints(self.checkpoints)
             state = f"a run with checkpoint {found[0].name}" if found else "a run without a checkpoint"
             raise InputError(f"--output_dir={self.path} holds {state}; go on with it by --resume, or name another folder")
-        before = self.read_record()["options"]
+        before = self.read_record().get("options")
+        if not isinstance(before, dict):
+            raise InputError(f"{self.record_file} holds no options of a run; put it right, or name another --output_dir")
         now = _plain(dataclasses.asdict(options))
         changed = [name for name in now if name in before and name not in MAY_CHANGE and before[name] != now[name]]
         if changed:
@@ -69,6 +76,10 @@ class RunFolder:
         """
         with contextlib.ExitStack() as held:
             try:
+                self.path.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise InputError(f"--output_dir={self.path} cannot be made: {error.strerror}; name a folder elsewhere") from None
+            try:
                 held.enter_context(file_lock(self._lock_file, blocking=False))
             except BlockingIOError:
                 raise InputError(f"--output_dir={self.path} is in use by another job; wait for it to end, or name another folder") from None
@@ -77,9 +88,12 @@ class RunFolder:
     def read_record(self) -> dict:
         """Contents of run.json.  Raises InputError if it cannot be read."""
         try:
-            return read_json(self.record_file)
+            record = read_json(self.record_file)
         except (OSError, ValueError) as error:
             raise InputError(f"{self.record_file} cannot be read: {error}; name a run folder") from None
+        if not isinstance(record, dict):
+            raise InputError(f"{self.record_file} is no record of a run; name a run folder")
+        return record
 
     def write_record(self, command: str, options: TrainOptions, facts: dict) -> None:
         """Write run.json; the record of earlier starts moves into its history."""

@@ -2,17 +2,21 @@
 
 import ast
 import dataclasses
+import difflib
 import functools
 import inspect
 import itertools
 import os
+import re
 import sys
 import textwrap
 import types
 import typing
 from collections.abc import Callable
+from pathlib import Path
 
 import jsonargparse
+import yaml
 
 from megahedge.utils.errors import InputError, RunError
 from megahedge.utils.units import parse_count
@@ -21,12 +25,45 @@ Count = typing.NewType("Count", int)
 """A whole number that a user may write as 1e9, 1B or 300M."""
 
 
+_KINDS = {"float": "a finite number", "int": "a whole number", "bool": "yes or no"}
+
+
 class _Parser(jsonargparse.ArgumentParser):
     """A parser that raises InputError where argparse would print its usage and exit."""
 
     def error(self, message, ex=None):
-        first_line = " ".join(str(message).split())
-        raise InputError(f"{first_line} (see --help)")
+        if isinstance(ex, InputError):
+            raise ex
+        line = " ".join(str(message).split())
+        missing = re.fullmatch("the following arguments are required: (.+)", line)
+        if missing:
+            line = " and ".join(f"--{name}" for name in missing[1].split(", ")) + " must be given"
+        wrong_kind = re.fullmatch(r"""Parser key "(\w+)":? .*?Expected a <class '(\w+)'>.* (?:Got|Given) value: (.+)""", line)
+        if wrong_kind:
+            name, kind, value = wrong_kind.groups()
+            line = f"--{name}={value} is not {_KINDS.get(kind, f'a {kind}')}"
+        raise InputError(f"{line} (see --help)")
+
+
+class _ConfigFile(jsonargparse.ActionConfigFile):
+    """`--config`: a YAML file whose keys are options; one value may stand for a list of one."""
+
+    def __call__(self, parser, cfg, values, option_string=None):
+        try:
+            options = yaml.safe_load(Path(values).read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise InputError(f"--config={values} cannot be read: {' '.join(str(error).split())}") from None
+        if not isinstance(options, dict):
+            raise InputError(f"--config={values} must hold options by name, such as `seq_len: 1024`")
+        actions = {action.dest: action for action in parser._actions}
+        for name, value in options.items():
+            if name not in actions:
+                close = difflib.get_close_matches(str(name), actions, 1)
+                hint = f"; did you mean {close[0]}?" if close else " (see --help)"
+                raise InputError(f"--config={values}: {name} is not an option of this command{hint}")
+            if actions[name].nargs == "+" and not isinstance(value, list):
+                options[name] = [value]
+        self.apply_config(parser, cfg, self.dest, yaml.safe_dump(options))
 
 
 def parse_options(options_type, argv=None, *, prog=None, description=None):
@@ -38,7 +75,7 @@ def parse_options(options_type, argv=None, *, prog=None, description=None):
     Raises InputError for an unknown option, a missing one or a value of the wrong kind.
     """
     parser = _Parser(prog=prog, description=description)
-    parser.add_argument("--config", action="config", help="YAML file of options; options after it on the command line win")
+    parser.add_argument("--config", action=_ConfigFile, help="YAML file of options; options after it on the command line win")
     parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher; not for people")
     helps = field_docs(options_type)
     hints = typing.get_type_hints(options_type)

@@ -1,16 +1,19 @@
-"""Files that are either whole or absent: atomic writes, digests, locks between processes of one machine."""
+"""Files that are either whole or absent: atomic writes, outputs checked before the work, digests, locks between processes."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
 import os
 import secrets
+import tempfile
 from pathlib import Path
 
-from megahedge.utils.errors import InputError
+from megahedge.utils.errors import InputError, RunError
 
 _TEMPORARY = ".tmp"
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES)
 
 
 def fsync_path(path: str | os.PathLike) -> None:
@@ -30,7 +33,7 @@ def atomic_write(path: str | os.PathLike, mode: str = "wb"):
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}{_TEMPORARY}")
+    temporary = _temporary_path(path)
     try:
         with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as handle:
             yield handle
@@ -42,6 +45,10 @@ def atomic_write(path: str | os.PathLike, mode: str = "wb"):
         temporary.unlink(missing_ok=True)
 
 
+def _temporary_path(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(6)}{_TEMPORARY}")
+
+
 def remove_temporary_files(folder: str | os.PathLike) -> None:
     """Remove what killed `atomic_write`s have left in a folder.  Nobody may be writing there."""
     for path in Path(folder).glob(f".*{_TEMPORARY}"):
@@ -51,6 +58,53 @@ def remove_temporary_files(folder: str | os.PathLike) -> None:
 def is_temporary_file(path: Path) -> bool:
     """Whether an `atomic_write` made this file and was killed, or is at it."""
     return path.name.startswith(".") and path.name.endswith(_TEMPORARY)
+
+
+def check_output(option: str, value: str, *paths: str | os.PathLike, overwrite: bool) -> None:
+    """Find out before the work whether the files of `--<option>=<value>` can be written; nothing is left behind.
+
+    paths: the files that will be made; missing folders above them are, too.
+    Raises InputError for an empty value, for a place where no file can be made, and unless `overwrite` for a file that exists.
+    """
+    if not value.strip():
+        raise InputError(f"--{option}={value!r} is empty; say where to write")
+    for path in map(Path, paths):
+        fault = _why_not_writable(path)
+        if fault:
+            raise InputError(f"--{option}={value} cannot be written: {fault}; choose another place")
+        if not overwrite and path.exists():
+            raise InputError(f"{path} exists already; choose another --{option}, or give --overwrite to replace it")
+
+
+def _why_not_writable(path: Path) -> str | None:
+    """Why `atomic_write` would fail, found out in the nearest folder above that exists; None if it would not."""
+    if os.path.isdir(path):
+        return f"{path} is a folder"
+    if os.path.exists(path) and not os.path.isfile(path):
+        return f"{path} is no ordinary file"  # a device, which a rename would replace
+    temporary = _temporary_path(path).absolute()
+    folder = next(parent for parent in temporary.parents if os.path.lexists(parent))
+    if not os.path.isdir(folder):
+        return f"{folder} is not a folder"
+    try:
+        for name in (temporary, *(folder / part for part in temporary.relative_to(folder).parts)):
+            with contextlib.suppress(FileNotFoundError):
+                os.lstat(name)  # fails for a name, or a path, that is too long
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".", suffix=_TEMPORARY):
+            return None
+    except OSError as error:
+        return f"no such file can be made in {folder} ({error.strerror})"
+
+
+@contextlib.contextmanager
+def disk_errors_explained(path: str | os.PathLike):
+    """While `path` is written: a disk that is full or fails is the user's to mend, so it becomes a RunError of one line."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        raise RunError(f"cannot write {os.fspath(path)}: {error.strerror}") from None
 
 
 def write_json(path: str | os.PathLike, value: object) -> None:
@@ -77,6 +131,14 @@ def read_json_object(path: str | os.PathLike) -> dict:
     return value
 
 
+def run_hint(folder: str | os.PathLike) -> str:
+    """What to give instead of the folder of a run where a Hugging Face folder is wanted; empty for any other folder."""
+    exported = Path(folder) / "hf"
+    if exported.is_dir():
+        return f"give {exported}, the model that this run has written"
+    return "it is a run that has written no model in hf/ yet" if (Path(folder) / "run.json").is_file() else ""
+
+
 def apply_umask(path: str | os.PathLike) -> None:
     """Give a file the permissions that open() would have given it: safetensors leaves its files readable by their owner alone."""
     umask = os.umask(0)
@@ -91,12 +153,30 @@ def sha256_file(path: str | os.PathLike) -> str:
 
 
 @contextlib.contextmanager
-def file_lock(path: str | os.PathLike, *, blocking: bool = True):
+def file_lock(path: str | os.PathLike, *, blocking: bool = True, remove: bool = False):
     """Hold an exclusive advisory lock on `path` (made if missing); freed by the kernel if the process dies.
 
+    remove: leave no file behind.  The holder unlinks it; whoever had opened it before sees after locking that it is no longer the file
+    of that name, and starts again.
     Raises BlockingIOError when `blocking` is false and another process holds it.
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))
-        yield
+    while True:
+        with open(path, "a") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))
+            if not _is_file_at(path, handle):
+                continue
+            try:
+                yield
+            finally:
+                if remove:
+                    Path(path).unlink(missing_ok=True)  # before the handle is closed, and the lock freed with it
+            return
+
+
+def _is_file_at(path: str | os.PathLike, handle) -> bool:
+    """Whether the open file is still the one of that name."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(handle.fileno()))
+    except FileNotFoundError:
+        return False

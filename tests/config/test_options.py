@@ -73,7 +73,7 @@ def test_options_are_frozen():
 @pytest.mark.parametrize("group", [value for value in vars(options_module).values() if dataclasses.is_dataclass(value)])
 def test_every_option_has_a_help_text(group):
     if group.__name__ != "BatchPlan":
-        assert set(field_docs(group)) == {field.name for field in dataclasses.fields(group)}
+        assert {field.name for field in dataclasses.fields(group)} <= set(field_docs(group))
 
 
 def test_an_option_lives_in_one_group():
@@ -139,6 +139,6 @@ def test_a_bad_model_config_is_refused_naming_field_and_value(name, value):
 
 def test_a_model_config_survives_json():
     config = ModelConfig(**MODEL)
-    assert ModelConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
+    assert ModelConfig.from_record(json.loads(json.dumps(dataclasses.asdict(config)))) == config
     assert (config.head_dim, config.rotary_dim) == (16, 4)
     assert config.residual_std == 0.01

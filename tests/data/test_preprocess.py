@@ -249,7 +249,7 @@ def test_command_line_prints_one_line_and_exits_2(tmp_path, tokenizer_dir):
         "preprocess_owt.py", "--input", tmp_path / "x.jsonl", "--output_prefix", tmp_path / "out", "--tokenizer", tokenizer_dir, check=False
     )
     assert run.returncode == 2
-    assert run.stderr.splitlines()[-1] == f"error: {tmp_path / 'x.jsonl'} does not exist" and "Traceback" not in run.stderr
+    assert run.stderr.splitlines()[-1] == f"error: input {tmp_path / 'x.jsonl'} does not exist" and "Traceback" not in run.stderr
 
 
 def test_tokenizer_digest_sees_what_a_tokenizer_does_not_how_it_is_stored(tmp_path, tokenizer_dir):

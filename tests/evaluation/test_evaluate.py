@@ -136,6 +136,9 @@ def damaged_run(root, change) -> str:
     [
         (lambda tensors, record: tensors.pop("final_norm.bias"), "1 missing .final_norm.bias., 0 unexpected"),
         (lambda tensors, record: tensors.update(gate=torch.zeros(2)), "0 missing .*, 1 unexpected .gate."),
+        (lambda tensors, record: record["model"]["mixer"].update(kind="hedgehog"), "8 missing .*query_map.*, 0 unexpected"),
+        (lambda tensors, record: record["model"]["mixer"].update(kind="hedge_mamba"), "missing .*conv.*, 0 unexpected"),
+        (lambda tensors, record: record["model"].pop("mixer"), "another version"),
         (lambda tensors, record: record["model"].update(num_experts=4), "another version"),
         (lambda tensors, record: record.pop("model"), "another version"),
     ],
@@ -170,7 +173,7 @@ def test_loss_that_is_not_a_number_is_an_error(tmp_path, paths):
         ({"model": "no/such/model"}, "no/such/model.*no local folder"),
         ({"model": "{data}_val.bin"}, "is a file"),
         ({"model": "{root}"}, "neither a run .* nor a Hugging Face folder"),
-        ({"data_path": "no/such/data"}, "no dataset at no/such/data"),
+        ({"data_path": "no/such/data"}, "no dataset at --data_path=no/such/data"),
         ({"data_path": "{other}"}, "not with that of --model"),
         ({"data_path": "{other}", "model": "{run}"}, "not with that of --model"),
         ({"split": "train"}, "no dataset"),

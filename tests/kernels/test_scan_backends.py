@@ -56,7 +56,7 @@ def test_no_state_and_no_documents(backend, case):
 @pytest.mark.parametrize(
     ("backend", "case"),
     with_backends(
-        dataclasses.replace(case, head_dim=p, state_size=2 * p, seq_len=3, batch=1, num_heads=1, initial=False)
+        dataclasses.replace(case, head_dim=p, state_size=2 * p, seq_len=2, batch=1, num_heads=1, initial=False)
         for case in FEW[:4]
         for p in (32, 64, 80, 128, 256)
     ),

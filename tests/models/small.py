@@ -38,3 +38,10 @@ def randomize(model: LanguageModel, seed: int = 0) -> LanguageModel:
 def random_tokens(vocab_size: int, batch: int = 2, seq_len: int = 13, seed: int = 1) -> torch.Tensor:
     """[batch, seq_len] token ids; an odd length."""
     return torch.randint(0, vocab_size, (batch, seq_len), generator=torch.Generator().manual_seed(seed))
+
+
+def train_feature_maps_only(model: LanguageModel) -> LanguageModel:
+    """Freeze what stage 1 does not train."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".query_map." in name or ".key_map." in name)
+    return model

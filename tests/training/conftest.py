@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed import run_distributed
 from tests.training.runs import (
     STEPS,
     Poison,
     PretrainReleased,
     PretrainWithOddMetrics,
+    PretrainWithoutEnd,
     PretrainWithUnusedParameter,
     Run,
     arguments,
@@ -17,6 +17,7 @@ from tests.training.runs import (
     make_inputs,
     make_runs,
 )
+from tests.worlds import Worlds
 
 ZERO = ("zero0", "zero1", "zero2", "zero3")
 OFFLOAD = ("zero2_offload", "zero3_offload")
@@ -24,11 +25,6 @@ SKIPPED = (3, 4)
 """Steps at which poisoned runs meet a NaN: in the loss, then in a gradient."""
 SKIPPED_AT_START = (1, 2, 3, 4, 5)
 """Steps skipped by runs whose first checkpoint, of step 5, shall hold the starting values."""
-
-
-def tiered(*names: str, slow: tuple[str, ...]) -> list:
-    """Test parameters, of which those beginning with a word of `slow` belong to the slow tier."""
-    return [pytest.param(name, marks=pytest.mark.slow) if name.startswith(slow) else name for name in names]
 
 
 def _with_resumed(run: Run) -> list[Run]:
@@ -102,6 +98,7 @@ def _fast_one(inputs: Path) -> list[Run]:
     runs.append(Run("tied", {"stop_after": 10, "model_config": str(inputs / "tied.json")}))
     runs.append(Run("trained-on", {"init_from": str(inputs / "zero1" / "hf"), "model_config": None, "stop_after": 2}))
     runs.append(Run("moving-start", {"run": "moving", "ds_config": ds_config("zero3"), "stop_after": 6}))
+    runs.append(Run("diverged", {}, stage=PretrainWithoutEnd, expected_error="it has diverged"))
     runs += [*_halves("zero1"), *_halves("zero3"), *_bf16("zero1"), *_bf16("zero3")]
     for name in ("zero1", "zero3"):
         runs.append(
@@ -147,35 +144,6 @@ def _slow_two(inputs: Path) -> list[Run]:
     return runs
 
 
-class Worlds:
-    """Makes runs in spawned worlds: all runs of a world when the first of them is asked for, because starting one takes seconds."""
-
-    def __init__(self, inputs: Path):
-        self._inputs = inputs
-        self._worlds = [(1, _fast_one(inputs)), (2, _fast_two(inputs)), (1, _slow_one(inputs)), (2, _slow_two(inputs))]
-        self._made = 0
-        self._broken = False
-        self.errors: dict[str, str | None] = {}
-        """Message of the error that ended a run as expected, by the run's name."""
-
-    def __call__(self, name: str) -> Path:
-        """Folder of the run of that name; worlds are made in order, since runs of one may go on from another's."""
-        number, run = next((number, run) for number, (_, runs) in enumerate(self._worlds) for run in runs if run.name == name)
-        while self._made <= number:
-            if self._broken:
-                pytest.fail("an earlier test has failed to make the runs of this world")
-            self._broken = True
-            self._make(*self._worlds[self._made])
-            self._broken = False
-            self._made += 1
-        return self._inputs / run.changes.get("run", run.name)
-
-    def _make(self, world_size: int, runs: list[Run]) -> None:
-        errors, *others = run_distributed(make_runs, world_size, self._inputs, runs, timeout_seconds=1200)
-        assert all(other == errors for other in others)
-        self.errors |= errors
-
-
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory) -> Path:
     """Folder with a corpus, its tokenizer and a model's config; runs are made in it."""
@@ -187,7 +155,8 @@ def inputs(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def made(inputs) -> Worlds:
     """`made(name)` is the folder of a run."""
-    return Worlds(inputs)
+    worlds = [(1, _fast_one(inputs)), (2, _fast_two(inputs)), (1, _slow_one(inputs)), (2, _slow_two(inputs))]
+    return Worlds(inputs, worlds, make_runs)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The real command in real processes that start quickly: forked from a server that has torch and DeepSpeed imported already."""
+"""The real commands in real processes that start quickly: forked from a server that has torch and DeepSpeed imported already."""
 
 import multiprocessing
 import os
@@ -12,6 +12,7 @@ from pathlib import Path
 from tests.training.runs import REPOSITORY, command_line
 
 SCRIPT = REPOSITORY / "tools" / "pretrain_teacher.py"
+STAGE1, STAGE2 = (REPOSITORY / "scripts" / f"{name}.py" for name in ("stage1", "stage2"))
 # the last one is what deepspeed.initialize imports, by way of torch.compile: four seconds
 _PRELOADED = [
     "deepspeed",
@@ -19,26 +20,27 @@ _PRELOADED = [
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "tests.training.processes",
     "megahedge.stages.pretrain",
+    "megahedge.stages.stage2",
 ]
 
 _LONGEST_HOLD_SECONDS = 60
 
 
 class Command:
-    """`tools/pretrain_teacher.py` with the words of a command line, started.
+    """A script with the words of a command line, started.
 
     hold=(point, n): wait at the n-th passing of a point named in `_points` until `release`.
     slow_saves: sleep this many seconds in the middle of every save.
     """
 
-    def __init__(self, words: list[str], folder: Path, *, environment=None, hold=None, slow_saves: float = 0.0):
+    def __init__(self, words: list[str], folder: Path, *, script=SCRIPT, environment=None, hold=None, slow_saves: float = 0.0):
         os.environ["OMP_NUM_THREADS"] = "1"  # read by the server when it starts
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOADED)
         folder.mkdir(parents=True, exist_ok=True)
         self._stderr, self._held = folder / "stderr", folder / "held"
         self._held.unlink(missing_ok=True)
-        arguments = (words, self._stderr, self._held, environment or {}, hold, slow_saves)
+        arguments = (script, words, self._stderr, self._held, environment or {}, hold, slow_saves)
         self.process = context.Process(target=_main, args=arguments, daemon=True)
         self.process.start()
 
@@ -75,22 +77,22 @@ class Command:
 
 
 def start(options: dict, folder: Path, **changes) -> Command:
-    """The command with options given as a dict."""
+    """`tools/pretrain_teacher.py`, or another `script`, with options given as a dict."""
     return Command(command_line(options), folder, **changes)
 
 
-def _main(words, stderr, held, environment, hold, slow_saves):
+def _main(script, words, stderr, held, environment, hold, slow_saves):
     with open(stderr, "w") as handle:
         os.dup2(handle.fileno(), 1)
         os.dup2(handle.fileno(), 2)
     os.environ.update(environment)
-    sys.argv = [str(SCRIPT), *words]
+    sys.argv = [str(script), *words]
     os.chdir(REPOSITORY)
     if hold is not None:
         _hold_at(*hold, held)
     if slow_saves:
         _slow_down(slow_saves)
-    runpy.run_path(str(SCRIPT), run_name="__main__")
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def _points() -> dict:

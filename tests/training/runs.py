@@ -221,6 +221,13 @@ class PretrainReleased(Pretrain):
         return super().token_losses(tokens, labels)
 
 
+class PretrainWithoutEnd(Pretrain):
+    """Pretraining whose evaluations find no number."""
+
+    def token_losses(self, tokens, labels):
+        return super().token_losses(tokens, labels) * float("nan")
+
+
 class PretrainWithUnusedParameter(Pretrain):
     """Pretraining of a model with a parameter that nothing uses."""
 

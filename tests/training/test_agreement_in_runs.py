@@ -47,7 +47,7 @@ def test_the_resumed_run_makes_that_evaluation_once(name, made):
 def test_all_ranks_end_where_the_last_checkpoint_is_lost(made):
     """The save at step 3 is sound; that of step 6, on which the run was to end, is not.  (Both ranks raised: see `Worlds`.)"""
     run = made("last-save-lost")
-    assert made.errors["last-save-lost"].startswith("the run ends at step 6 and its checkpoint could not be written")
+    assert made.outcomes["last-save-lost"].startswith("the run ends at step 6 and its checkpoint could not be written")
     assert [path.name for path in complete_checkpoints(run / "checkpoints")] == ["step-00000003"]
     checkpoint_at(run, 3).verify()
 
@@ -86,7 +86,7 @@ def test_a_run_outlives_its_metrics_file(made):
 
 def test_an_export_that_fails_is_one_message_on_all_ranks_and_leaves_the_old_model(made):
     run, before = made("export-lost"), made("zero1-dp2")
-    assert made.errors["export-lost"].startswith(f"the model could not be written to {run / 'hf'}: ")
+    assert made.outcomes["export-lost"].startswith(f"the model could not be written to {run / 'hf'}: ")
     assert contents(run / "hf") == contents(before / "hf")
     assert {path.name for path in run.iterdir()} == {path.name for path in before.iterdir()}  # no half of the new one either
 
@@ -159,5 +159,5 @@ def test_other_tokens_in_documents_of_the_same_lengths_are_refused(moved, tmp_pa
     tokens.tofile(path)
     status, stderr = start(moved, tmp_path).finish()
     assert status == 2, stderr
-    assert "its data was" in stderr.splitlines()[-1]
+    assert "data.train.0.bin_blocks_sha256 was" in stderr.splitlines()[-1]
     assert len(complete_checkpoints(tmp_path / "run" / "checkpoints")) == 1

@@ -58,7 +58,10 @@ BAD_OPTIONS = [
     ({"tp_size": 2}, ["--tp_size=2", "number of processes 1"]),
     ({"dtype": "fp16"}, ["--dtype=fp16", "bf16 or fp32"]),
     ({"train_token": 100}, ["train_token"]),
-    ({"lr": "fast"}, ["lr", "fast"]),
+    ({"adam_eps": 0}, ["--adam_eps=0"]),
+    ({"lr": 3e38}, ["--lr=3e+38", "at most 1e+06"]),
+    ({"output_dir": "/proc/nowhere/run"}, ["--output_dir=/proc/nowhere/run cannot be made"]),
+    ({"lr": "fast"}, ["--lr=fast is not a finite number"]),
 ]
 
 
@@ -85,6 +88,12 @@ def test_data_of_another_tokenizer_is_refused(options, refused, tmp_path):
         (json.dumps(MODEL | {"model_type": "llama"}), "llama"),
         (json.dumps(MODEL | {"vocab_size": 50}), "vocab_size=50"),
         (json.dumps(MODEL | {"num_attention_heads": 3}), "num_heads=3"),
+        (json.dumps(MODEL | {"hidden_size": True}), "hidden_size=True must be a whole number"),
+        (json.dumps(MODEL | {"rotary_pct": "a"}), "rotary_pct='a' must be a finite number"),
+        (json.dumps(MODEL | {"rope_parameters": "x"}), "rope_parameters='x' must be an object"),
+        (json.dumps(MODEL | {"layer_norm_eps": -1}), "norm_eps=-1"),
+        (json.dumps(MODEL | {"initializer_range": -1}), "initializer_range=-1"),
+        (json.dumps(MODEL | {"use_parallel_residual": "no"}), "parallel_residual='no' must be true or false"),
         (json.dumps({"model_type": "gpt_neox"}), "vocab_size"),
     ],
 )
@@ -133,7 +142,7 @@ def test_a_run_is_not_resumed_on_other_data(run, inputs, tmp_path):
     corpus.write_bytes(tokens)
     status, stderr = start(run | {"resume": True, "data_path": (str(other / "data"),)}, tmp_path / "process").finish()
     assert status == 2
-    assert "its data was" in stderr
+    assert "data.train.0.bin_blocks_sha256 was" in stderr
 
 
 def test_data_that_names_no_tokenizer_still_pins_the_one_of_the_run(options, inputs, tmp_path):

@@ -1,6 +1,7 @@
 """The user's DeepSpeed file and our options, merged."""
 
 import json
+import re
 
 import pytest
 
@@ -106,7 +107,7 @@ def test_partitions_that_checkpoints_cannot_reach_are_refused(section, said):
     assert said in str(error.value) and OPTIONS.ds_config in str(error.value)
 
 
-@pytest.mark.parametrize("section", [{"mics_shard_size": -1}, {"offload_optimizer": None}, {"offload_param": {"device": "cpu"}}])
+@pytest.mark.parametrize("section", [{"offload_optimizer": None}, {"offload_param": {"device": "cpu"}}])
 def test_their_harmless_values_are_accepted(section):
     zero = {"stage": 3} | section
     assert merge({"zero_optimization": zero})["zero_optimization"] == zero
@@ -133,3 +134,25 @@ def test_a_file_that_is_no_json_object_is_refused(content, tmp_path):
     path.write_bytes(content)
     with pytest.raises(InputError, match=r"ds\.json"):
         load_ds_config(str(path))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"zero_optimization": {"stage": 1, "foo": 2}}, "zero_optimization.foo=2"),
+        ({"zero_optimization": {"stage": 1, "reduce_bucket_size": "abc"}}, 'zero_optimization.reduce_bucket_size="abc"'),
+        ({"zero_optimization": {"stage": 1, "reduce_bucket_size": -5}}, "zero_optimization.reduce_bucket_size=-5"),
+        ({"zero_optimization": {"stage": True}}, "stage true; use 0, 1, 2 or 3"),
+        ({"communication_data_type": "foo"}, 'communication_data_type="foo" is not known; use fp32'),
+        ({"curriculum_learning": {"enabled": True}}, "curriculum_learning is not supported"),
+        ({"zero_optimisation": {"stage": 1}}, "zero_optimisation is not supported; remove it, and keep to"),
+        ({"activation_checkpointing": {"partition_activations": True}}, "belongs to the option --activation_checkpointing"),
+    ],
+)
+def test_what_deepspeed_would_refuse_or_ignore_is_refused_at_the_plan(config, said):
+    with pytest.raises(InputError, match=re.escape(said)):
+        merge(config)
+
+
+def test_a_feature_that_is_switched_off_is_no_reason_to_refuse():
+    merge({"tensorboard": {"enabled": False}, "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}})

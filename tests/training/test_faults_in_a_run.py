@@ -1,10 +1,13 @@
 """What a run does when numbers or disks go bad: all ranks agree, and only what must be lost is lost."""
 
+import json
+
 import numpy as np
 import pytest
 
-from tests.training.conftest import SKIPPED, ZERO, tiered
+from tests.training.conftest import SKIPPED, ZERO
 from tests.training.runs import STEPS, checkpoint_at, curve, measured, state_of
+from tests.worlds import tiered
 
 
 @pytest.mark.parametrize("name", tiered(*(f"{zero}-poisoned" for zero in ZERO), "tp2-poisoned", slow=("zero0", "zero2", "tp2")))
@@ -38,13 +41,13 @@ def test_training_recovers_from_skipped_steps(name, made):
 def test_ten_bad_steps_in_a_row_end_the_run_and_say_which_samples(made):
     """Steps 4 to 13 are bad; of step 13's samples 96 … 103 those from rank 1's second micro-batch on are named."""
     made("all-bad")
-    assert "[102, 103]" in made.errors["all-bad"]
+    assert "[102, 103]" in made.outcomes["all-bad"]
 
 
 @pytest.mark.parametrize("name", ["zero1-unused", "zero3-unused"])
 def test_a_parameter_that_the_loss_does_not_see_ends_the_run_at_its_first_step(name, made):
     run = made(name)
-    assert "1 trainable parameters got no gradient in the first step: forgotten" in made.errors[name]
+    assert "1 trainable parameters got no gradient in the first step: forgotten" in made.outcomes[name]
     assert measured(run, "train") == []
 
 
@@ -55,3 +58,10 @@ def test_a_full_disk_costs_one_checkpoint_and_not_the_run(made):
     for step in (2, 6):
         checkpoint_at(run, step).verify()
     assert len(measured(run, "train")) == 6
+
+
+def test_a_run_that_has_diverged_is_no_success_and_exports_nothing(made):
+    run = made("diverged")
+    assert "validation loss of nan" in made.errors["diverged"]
+    assert json.loads((run / "summary.json").read_text())["validation_loss"] is None
+    assert not (run / "hf").exists()

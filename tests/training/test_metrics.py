@@ -93,3 +93,11 @@ def test_signals_are_noted_and_the_old_handlers_come_back():
             os.kill(os.getpid(), number)
             assert stop.requested
     assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_lines_that_something_has_damaged_are_left_out_with_a_warning(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "train", "step": 1, "loss": 1.0}\ngarbage\n[3]\n{"kind": "train", "step": 2, "loss": 0.5}\n')
+    MetricsLog(path, resumed_step=2).close()
+    assert [line["step"] for line in read_metrics(path)] == [1, 2]
+    assert "2 lines cannot be read" in caplog.text

@@ -8,8 +8,9 @@ import torch
 from megahedge.models.hf_weights import weights_digest
 from megahedge.parallel.initialize import draw
 from megahedge.parallel.sharding import Init
-from tests.training.conftest import ZERO, tiered
+from tests.training.conftest import ZERO
 from tests.training.runs import STEPS, assert_same_end, checkpoint_at, curve, measured, state_of
+from tests.worlds import tiered
 
 
 def zero_stages(*, slow: tuple[str, ...]):
@@ -86,7 +87,7 @@ def test_a_run_goes_on_from_given_weights(made):
     """Its first evaluation finds what the last one of the source found; 1e-3, because the source was exported in fp16."""
     weights = made("zero1") / "hf"
     assert measured(made("trained-on"), "eval")[0]["loss"] == pytest.approx(measured(made("zero1"), "eval")[-1]["loss"], abs=1e-3)
-    assert json.loads((made("trained-on") / "run.json").read_text())["weights"] == weights_digest(weights)
+    assert json.loads((made("trained-on") / "run.json").read_text())["origin"]["weights"] == weights_digest(weights)
 
 
 def test_validation_follows_its_interval(made):

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from megahedge.config.options import PretrainOptions
+from megahedge.config.options import PretrainOptions, Stage1Options, Stage2Options
 from megahedge.training.run_folder import MAY_CHANGE, RunFolder
 from megahedge.utils.errors import InputError
 from tests.training.runs import ds_config
@@ -25,8 +25,9 @@ def folder(tmp_path, options):
     return run
 
 
-def test_every_option_that_may_change_exists(options):
-    assert {field.name for field in dataclasses.fields(options)} >= MAY_CHANGE
+def test_every_option_that_may_change_exists():
+    commands = (PretrainOptions, Stage1Options, Stage2Options)
+    assert {field.name for command in commands for field in dataclasses.fields(command)} >= MAY_CHANGE
 
 
 def test_a_start_may_change_what_does_not_enter_the_mathematics(folder, options):
@@ -70,3 +71,10 @@ def test_a_start_that_was_killed_before_its_record_leaves_no_obstacle(tmp_path, 
     folder.check(options)
     folder.write_record("pretrain", options, {})
     assert [path.name for path in folder.path.iterdir()] == ["run.json"]
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"options": 3}'])
+def test_a_record_without_options_is_the_users_error(content, folder, options):
+    folder.record_file.write_text(content)
+    with pytest.raises(InputError, match=r"run\.json"):
+        folder.check(dataclasses.replace(options, resume=True))

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from tests.training.conftest import OFFLOAD, ZERO, tiered
+from tests.training.conftest import OFFLOAD, ZERO
 from tests.training.runs import GLOBAL_BATCH_SIZE, SEQ_LEN, STEPS, checkpoint_at, curve, measured, state_of
+from tests.worlds import tiered
 
 COMPARED_STEPS = 10
 TOLERANCE = 1e-4  # sums are taken in another order, and AdamW enlarges what that changes: 1e-6 after ten steps where nothing is wrong

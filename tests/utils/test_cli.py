@@ -4,6 +4,8 @@ import dataclasses
 
 import pytest
 
+from megahedge.config.options import DataOptions
+from megahedge.evaluation.generation import GenerateOptions
 from megahedge.utils.cli import Count, field_docs, parse_options, run_main
 from megahedge.utils.errors import InputError, RunError
 
@@ -146,3 +148,34 @@ def test_other_errors_keep_their_traceback_and_success_is_status_0():
     with pytest.raises(SystemExit) as end:
         run_main(lambda: None)
     assert end.value.code == 0
+
+
+def test_a_config_file_may_give_one_value_for_a_list(tmp_path):
+    (tmp_path / "c.yaml").write_text("data_path: data/a\ntrain_tokens: 1e9\n")
+    options = parse_options(DataOptions, ["--config", str(tmp_path / "c.yaml")])
+    assert (options.data_path, options.train_tokens) == (("data/a",), 10**9)
+    options = parse_options(DataOptions, ["--config", str(tmp_path / "c.yaml"), "--data_path", "data/b", "data/c"])
+    assert options.data_path == ("data/b", "data/c")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("seq_length: 3", "seq_length is not an option of this command; did you mean seq_len?"),
+        ("- seq_len", "must hold options by name"),
+        ("seq_len: [", "cannot be read"),
+        (None, "cannot be read: .*No such file"),
+        ("seq_len: many", "seq_len"),
+    ],
+)
+def test_a_bad_config_file_is_refused_by_name(tmp_path, content, said):
+    path = tmp_path / "c.yaml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(InputError, match=said):
+        parse_options(DataOptions, ["--config", str(path)])
+
+
+def test_missing_options_are_named_as_they_are_typed():
+    with pytest.raises(InputError, match=r"^--model and --prompt must be given"):
+        parse_options(GenerateOptions, [])

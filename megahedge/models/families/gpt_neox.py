@@ -52,7 +52,7 @@ class GPTNeoX(Family):
             family=self.name,
             parallel_residual=hf_config.get("use_parallel_residual", True),
             rotary_pct=rope["partial_rotary_factor"],
-            rotary_base=float(rope["rope_theta"]),
+            rotary_base=rope["rope_theta"],
             activation=activation,
             attention_bias=hf_config.get("attention_bias", True),
             norm_eps=hf_config.get("layer_norm_eps", 1e-5),
@@ -99,6 +99,8 @@ class GPTNeoX(Family):
 def _rope_parameters(hf_config: dict) -> dict:
     """partial_rotary_factor and rope_theta from either spelling; refuses every scaled kind of RoPE."""
     rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise InputError(f"rope_parameters={rope!r} must be an object with partial_rotary_factor and rope_theta")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise InputError(f"RoPE scaling (rope_type={kind!r}) is not supported; use a model with plain RoPE")

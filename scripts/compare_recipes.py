@@ -1,0 +1,181 @@
+"""Compare recipes on one teacher at equal tokens: stage 1, the Hedgehog baseline, `paper` and `tuned`, each with and without stage 1.
+
+python scripts/compare_recipes.py --teacher scripts/quickstart/teacher --data_path data/small --output_dir runs/comparison
+
+A run without a stage 1 gets the tokens of both stages.  Where several rates are given, the first seed finds the best of them, and all
+seeds are compared at it.  Runs lie below --output_dir; a second start goes on where the first has ended.
+"""
+
+import dataclasses
+import math
+import statistics
+from pathlib import Path
+
+from megahedge.evaluation.evaluate import EvaluateOptions, evaluate
+from megahedge.utils.cli import Count, parse_options, run_main
+from megahedge.utils.errors import InputError
+from megahedge.utils.files import write_json
+from megahedge.utils.jobs import Job, run_jobs
+from megahedge.utils.versions import code_version
+
+SCRIPTS = Path(__file__).parent
+BASELINE = {"decay": "none", "conv_kernel": 0, "gate": False}
+"""What makes a stage 2 of the recipe `paper` the paper's Hedgehog baseline: the fine-tuning alone."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """scripts/compare_recipes.py"""
+
+    teacher: str
+    """Folder or hub name of the teacher."""
+    data_path: str
+    """Prefix of indexed data made with its tokenizer."""
+    output_dir: str = "runs/comparison"
+    """Folder of the runs and of the table, comparison.json."""
+    stage1_tokens: Count = 200_000
+    """Tokens of stage 1."""
+    stage2_tokens: Count = 800_000
+    """Tokens of stage 2."""
+    seeds: tuple[int, ...] = (1, 2)
+    """Seeds of data order and fresh parameters."""
+    stage1_lr: float = 1e-2
+    """Peak rate of stage 1, both recipes."""
+    lr: tuple[float, ...] = (5e-4, 1e-3, 2e-3)
+    """Peak rates of stage 2 to try for the baseline and for `paper`."""
+    tuned_lr: tuple[float, ...] = (2e-3,)
+    """Peak rates of stage 2 to try for `tuned`."""
+    tuned_lr_new: float = 1e-2
+    """Rate of what stage 2 adds, for `tuned`."""
+    seq_len: int = 256
+    """Tokens per sequence."""
+    global_batch_size: int = 8
+    """Sequences per step."""
+    dtype: str = "fp32"
+    """Precision of the runs: bf16 or fp32."""
+    ds_config: str = "ds_configs/zero1.json"
+    """DeepSpeed settings."""
+    eval_tokens: Count = 100_000
+    """Tokens of the validation split that are scored."""
+    parallel: int = 1
+    """Runs at a time."""
+
+    def __post_init__(self):
+        for name in ("seeds", "lr", "tuned_lr"):
+            if not getattr(self, name):
+                raise InputError(f"--{name} needs at least one value")
+        if self.parallel < 1:
+            raise InputError(f"--parallel={self.parallel} must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """A row of the table that has a stage 2."""
+
+    label: str
+    recipe: str
+    rates: tuple[float, ...]
+    changes: dict
+
+
+class Comparison:
+    """The runs, by what they are."""
+
+    def __init__(self, options: CompareOptions):
+        self.options = options
+        self.root = Path(options.output_dir)
+        self.contenders = (
+            Contender("hedgehog", "paper", options.lr, BASELINE),
+            Contender("paper", "paper", options.lr, {}),
+            Contender("tuned", "tuned", options.tuned_lr, {"lr_new": options.tuned_lr_new}),
+        )
+
+    def _common(self, seed: int) -> dict:
+        names = ("data_path", "seq_len", "global_batch_size", "dtype", "ds_config", "eval_tokens")
+        return {name: getattr(self.options, name) for name in names} | {"seed": seed, "save_interval": 10**9, "eval_interval": 10**9}
+
+    def stage1(self, recipe: str, seed: int) -> Job:
+        options = self.options
+        changes = {"recipe": recipe, "teacher": options.teacher, "train_tokens": options.stage1_tokens, "lr": options.stage1_lr}
+        return Job(SCRIPTS / "stage1.py", self._common(seed) | changes, self.root / f"stage1-{recipe}-seed{seed}")
+
+    def stage2(self, contender: Contender, seed: int, lr: float, with_stage1: bool) -> Job:
+        options = self.options
+        changes = {"recipe": contender.recipe, "lr": lr} | contender.changes
+        if with_stage1:
+            changes |= {"init_from": str(self.stage1(contender.recipe, seed).folder), "train_tokens": options.stage2_tokens}
+        else:
+            tokens = options.stage1_tokens + options.stage2_tokens
+            changes |= {"stage1_steps": 0, "teacher": options.teacher, "train_tokens": tokens}
+        start = "" if with_stage1 else "-no-stage1"
+        return Job(SCRIPTS / "stage2.py", self._common(seed) | changes, self.root / f"{contender.label}{start}-lr{lr:g}-seed{seed}")
+
+    def run(self) -> list[dict]:
+        """Rows of the table."""
+        options = self.options
+        first_seed, recipes = options.seeds[0], ("paper", "tuned")
+        self._losses([self.stage1(recipe, seed) for seed in options.seeds for recipe in recipes])
+        rows = [self._row("teacher", [self._teacher_loss()])]
+        rows += [self._row(f"stage 1, {recipe}", self._losses([self.stage1(recipe, seed) for seed in options.seeds])) for recipe in recipes]
+        for with_stage1 in (True, False):
+            for contender in self.contenders:
+                tried = self._losses([self.stage2(contender, first_seed, lr, with_stage1) for lr in contender.rates])
+                best = contender.rates[min(range(len(tried)), key=lambda index: tried[index])]
+                losses = self._losses([self.stage2(contender, seed, best, with_stage1) for seed in options.seeds])
+                label = contender.label if with_stage1 else f"{contender.label}, no stage 1"
+                row = self._row(label, losses) | {"lr": best, "tried": dict(zip(map(str, contender.rates), tried, strict=True))}
+                rows.append(row | {"recovered": self._recovered(rows, contender.recipe, row["loss"])})
+        return rows
+
+    def _losses(self, jobs: list[Job]) -> list[float]:
+        """Validation losses; infinite where a run has diverged."""
+        summaries = run_jobs(jobs, self.options.parallel)
+        return [math.inf if summary["validation_loss"] is None else summary["validation_loss"] for summary in summaries]
+
+    def _teacher_loss(self) -> float:
+        options = self.options
+        asked = EvaluateOptions(
+            model=options.teacher, data_path=options.data_path, seq_len=options.seq_len, eval_tokens=options.eval_tokens
+        )
+        return evaluate(asked).perplexity.loss
+
+    @staticmethod
+    def _row(label: str, losses: list[float]) -> dict:
+        spread = statistics.stdev(losses) if len(losses) > 1 else None
+        return {
+            "model": label,
+            "loss": statistics.mean(losses),
+            "spread": spread,
+            "perplexity": math.exp(statistics.mean(losses)),
+            "losses": losses,
+        }
+
+    @staticmethod
+    def _recovered(rows: list[dict], recipe: str, loss: float) -> float:
+        """Share of the loss between the recipe's stage 1 and the teacher that is won back."""
+        by_model = {row["model"]: row["loss"] for row in rows}
+        start = by_model[f"stage 1, {recipe}"]
+        return (start - loss) / (start - by_model["teacher"])
+
+
+def table(rows: list[dict]) -> str:
+    """For people."""
+    lines = [f"{'model':<24} {'lr':>8} {'loss':>8} {'± seeds':>8} {'perplexity':>11} {'recovered':>10}"]
+    for row in rows:
+        lr = f"{row['lr']:g}" if "lr" in row else "-"
+        spread = "-" if row["spread"] is None else f"{row['spread']:.4f}"
+        recovered = f"{row['recovered']:.1%}" if "recovered" in row else "-"
+        lines.append(f"{row['model']:<24} {lr:>8} {row['loss']:8.4f} {spread:>8} {row['perplexity']:11.3f} {recovered:>10}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Entry point."""
+    options = parse_options(CompareOptions, prog="compare_recipes.py", description="Compare recipes on one teacher at equal tokens.")
+    rows = Comparison(options).run()
+    write_json(Path(options.output_dir) / "comparison.json", {"rows": rows, "options": dataclasses.asdict(options), "code": code_version()})
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,70 @@
+"""Stage 2 begins as exactly the function that stage 1 has learnt, or it does not begin."""
+
+import json
+
+import pytest
+import torch
+
+from megahedge.config.model import ModelConfig
+from megahedge.models.language_model import LanguageModel
+from megahedge.parallel.sharding import load_parameters
+from tests.stages.conftest import MUTANTS
+from tests.stages.runs import HALF, STEPS
+from tests.training.runs import checkpoint_at, measured
+
+
+@pytest.mark.parametrize("name", ["paper-1-zero1", "tuned-1-zero3", "tuned-1-zero1-bf16", "tuned-1-zero1-dp2", "paper-1-zero1-tp2"])
+def test_each_stage_1_checkpoint_holds_a_probe_of_its_own_parameters(name, made):
+    for step in (HALF, STEPS):
+        checkpoint = checkpoint_at(made(name), step)
+        model = LanguageModel(ModelConfig.from_record(checkpoint.record["model"])).eval()
+        load_parameters(model, lambda name, index, checkpoint=checkpoint: checkpoint.read("parameters", name, index), model.tensor_parallel)
+        tokens, logits = (checkpoint.read("probe", name) for name in ("tokens", "logits"))
+        assert logits.dtype == torch.float32 and logits.shape == (*tokens.shape, 97)
+        with torch.no_grad():
+            torch.testing.assert_close(model(tokens), logits, rtol=0, atol=1e-6)  # the same operations, layer by layer
+
+
+def proof(made, name: str) -> str:
+    made(name)
+    (line,) = (line for line in made.outcomes[name].log if "hand-over proven" in line)
+    return line
+
+
+@pytest.mark.parametrize("name", ["paper-2-zero1", "tuned-2-zero3", "tuned-2-zero1-dp2", "paper-2-zero1-tp2", "no-stage-1"])
+def test_the_hand_over_is_proven_and_said(name, made):
+    assert float(proof(made, name).split("KL ")[1].split()[0]) <= 1e-8
+
+
+def test_bf16_runs_are_proven_in_fp32(made):
+    """In bf16 no two models would agree to 1e-8; this one starts from a stage 1 that was trained in fp32."""
+    assert proof(made, "tuned-2-zero3-bf16") == proof(made, "tuned-2-zero1")
+
+
+REFUSED = (*(f"mutant-{mutant}" for mutant in MUTANTS), "mutant-no-stage-1", "mutant-bf16", "mutant-probe", "mutant-tp2")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_student_that_is_not_what_stage_1_has_learnt_takes_no_step(name, made):
+    """Gate bias 1.0, or rounded to bf16; convolution one tap early; rates of 1e-3; and a probe of other logits.  All ranks refuse."""
+    run = made(name)
+    assert made.outcomes[name].error.startswith("RunError: the hand-over is not exact: ")
+    assert [path.name for path in run.iterdir()] == [".lock"]
+
+
+def test_rates_are_set_after_the_proof(made):
+    """The run's learning rate of 1e-9 leaves them where they were set."""
+    log = list(made.outcomes["rates-set"].log) if made("rates-set") else []
+    assert log.index(proof(made, "rates-set")) < next(index for index, line in enumerate(log) if "start at 0.25" in line)
+    checkpoint = checkpoint_at(made("rates-set"), 1)
+    for layer in (0, 1):
+        rates = checkpoint.read("parameters", f"blocks.{layer}.mixer.decay.rate.weight")
+        torch.testing.assert_close(rates, torch.full_like(rates, 0.25), rtol=0, atol=1e-6)
+    assert measured(made("rates-set"), "eval")[0]["loss"] != measured(made("tuned-2-zero1"), "eval")[0]["loss"]
+
+
+def test_a_start_without_stage_1_is_on_record(made):
+    record = json.loads((made("no-stage-1") / "run.json").read_text())
+    assert (record["origin"]["stage1_steps"], record["origin"]["init_from"]) == (0, None)
+    assert record["origin"]["weights"] == json.loads((made("tuned-1-zero1") / "run.json").read_text())["origin"]["weights"]
+    assert checkpoint_at(made("no-stage-1"), 1).record["origin"]["stage1_steps"] == 0

@@ -1,0 +1,90 @@
+"""Commands that are run once, gone on with where they were stopped, and named where they fail."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from megahedge.utils.errors import RunError
+from megahedge.utils.jobs import Job, run_jobs
+
+SCRIPT = """
+import json, pathlib, sys
+folder = pathlib.Path(sys.argv[sys.argv.index("--output_dir") + 1])
+folder.mkdir(exist_ok=True)
+(folder / "run.json").write_text("{}")
+with (folder / "starts").open("a") as handle:
+    handle.write(" ".join(sys.argv[3:]) + "\\n")
+if "--fail" in sys.argv and "--resume" not in sys.argv:
+    sys.exit("error: out of luck")
+(folder / "summary.json").write_text(json.dumps({"validation_loss": 2.0}))
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    return lambda name, **options: Job(tmp_path / "script.py", options, tmp_path / "runs" / name)
+
+
+def starts(job: Job) -> list[str]:
+    return (job.folder / "starts").read_text().splitlines()
+
+
+def test_options_become_words(job):
+    words = job("a", lr=0.1, gate=False, fail=True, data_path=("x", "y"), teacher=None).command()
+    assert words[0] == sys.executable
+    assert words[4:] == ["--lr", "0.1", "--no_gate", "--fail", "--data_path", "x", "y"]
+
+
+def test_a_finished_job_is_not_run_again(job):
+    jobs = [job("a", lr=1), job("b", lr=2)]
+    assert run_jobs(jobs, parallel=2) == run_jobs(jobs, parallel=1) == [{"validation_loss": 2.0}] * 2
+    assert [starts(one) for one in jobs] == [["--lr 1"], ["--lr 2"]]
+
+
+def test_a_failed_job_is_told_and_gone_on_with(job):
+    failing = job("a", fail=True)
+    with pytest.raises(RunError, match="ended with status 1: error: out of luck"):
+        run_jobs([failing])
+    assert run_jobs([failing]) == [{"validation_loss": 2.0}]
+    assert starts(failing) == ["--fail", "--fail --resume"]
+
+
+def test_a_job_that_ends_without_its_figures_has_failed(job, tmp_path):
+    (tmp_path / "script.py").write_text("print('asked to stop')")
+    with pytest.raises(RunError, match="status 0: asked to stop"):
+        run_jobs([job("a")])
+
+
+def test_the_comparison_chooses_the_best_rate_by_the_first_seed_and_says_what_is_recovered(monkeypatch, tmp_path):
+    """Losses made up: stage 1 at 5, the teacher at 3; `paper` best at the middle rate for seed 1, though not for seed 2."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
+    compare = importlib.import_module("compare_recipes")
+
+    def loss(name: str) -> float:
+        if name.startswith("stage1"):
+            return 5.0
+        at_middle = "lr0.001" in name
+        return 4.0 - 0.5 * at_middle if "seed1" in name else 3.5 + at_middle
+
+    asked = []
+
+    def run_jobs(jobs, parallel):
+        asked.extend(job.folder.name for job in jobs)
+        return [{"validation_loss": loss(job.folder.name)} for job in jobs]
+
+    monkeypatch.setattr(compare, "run_jobs", run_jobs)
+    monkeypatch.setattr(compare.Comparison, "_teacher_loss", lambda self: 3.0)
+    options = compare.CompareOptions(teacher="t", data_path="d", output_dir=str(tmp_path), lr=(5e-4, 1e-3, 2e-3), tuned_lr=(1e-3,))
+    rows = {row["model"]: row for row in compare.Comparison(options).run()}
+    assert list(rows)[:3] == ["teacher", "stage 1, paper", "stage 1, tuned"]
+    assert rows["paper"]["lr"] == 1e-3
+    assert rows["paper"]["losses"] == [3.5, 4.5]
+    assert rows["paper"]["recovered"] == pytest.approx((5 - 4) / (5 - 3))
+    assert {"hedgehog", "tuned", "hedgehog, no stage 1", "paper, no stage 1", "tuned, no stage 1"} <= set(rows)
+    assert "paper-lr0.0005-seed2" not in asked and "paper-lr0.001-seed2" in asked
+    assert "recovered" in compare.table(list(rows.values())).splitlines()[0]
+    json.dumps(list(rows.values()))
