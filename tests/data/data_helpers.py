@@ -1,6 +1,8 @@
 """Small corpora for the data tests."""
 
+import contextlib
 import json
+import resource
 
 import numpy as np
 
@@ -32,3 +34,14 @@ def write_jsonl(path, texts, key="text"):
     """One JSON object a line."""
     path.write_bytes(b"".join(json.dumps({key: text}).encode() + b"\n" for text in texts))
     return path
+
+
+@contextlib.contextmanager
+def full_disk(limit_bytes=4096):
+    """Inside, no file can grow beyond the limit: a write fails as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

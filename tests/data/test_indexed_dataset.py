@@ -1,13 +1,14 @@
 """The token files: byte layout, both directions of exchange with megatron-core, refusals, atomicity."""
 
+import re
 import struct
 
 import numpy as np
 import pytest
-from data_helpers import write_pair
+from data_helpers import full_disk, write_pair
 
 from megahedge.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, bin_path, idx_path, token_dtype
-from megahedge.utils.errors import InputError
+from megahedge.utils.errors import InputError, RunError
 
 DOCUMENTS = [[5, 6, 7, 0], [1, 0], [9, 8, 65535, 2, 0]]
 
@@ -171,7 +172,15 @@ def test_unfinished_pair_is_absent(tmp_path):
     with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
         writer.add_document([1, 2])
         assert not bin_path(tmp_path / "x").exists()
-    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_full_disk_is_one_line_and_leaves_nothing(tmp_path):
+    message = f"cannot write {tmp_path / 'x'}: File too large"
+    with full_disk(), pytest.raises(RunError, match=re.escape(message)), IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
+        writer.add_document(range(10_000))
+        writer.finish()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_failed_rewrite_keeps_the_old_pair(tmp_path):

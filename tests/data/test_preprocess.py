@@ -14,6 +14,7 @@ import pytest
 from data_helpers import write_jsonl, write_pair
 
 from megahedge.data import documents
+from megahedge.data import preprocess as preprocess_module
 from megahedge.data.indexed_dataset import IndexedDataset
 from megahedge.data.meta import check_tokenizer, dataset_digest, find_split, load_meta, tokenizer_digest
 from megahedge.data.preprocess import PreprocessConfig, load_tokenizer, preprocess
@@ -56,7 +57,8 @@ def decoded(prefix, tokenizer_dir):
 
 
 def final_files(folder):
-    return sorted(path.name for path in folder.iterdir() if path.name.startswith("out"))
+    """Everything of the dataset `out`, locks and temporary files included."""
+    return sorted(path.name for path in folder.iterdir() if path.name.lstrip(".").startswith("out"))
 
 
 def test_documents_come_back_with_eod_and_meta_counts_them(tmp_path, convert, tokenizer_dir):
@@ -161,7 +163,9 @@ def test_line_number_is_right_beyond_the_first_chunk(tmp_path, convert, monkeypa
     [
         ("missing.jsonl", None, "does not exist"),
         ("no/such/place", None, "does not exist"),
-        ("*.jsonl", None, "matches no file"),
+        ("*.jsonl", None, "--input=.* matches no file"),
+        ("**a/*[.jsonl", None, "--input=.* is no pattern that can be searched"),
+        (f"{'n' * 300}.jsonl", None, "does not exist"),
         ("a.txt", b"words", "unknown kind"),
         ("a.jsonl", b"", "no document"),
         ("a.jsonl", b"\n\n", r"no document .*2 empty"),
@@ -177,9 +181,16 @@ def test_unusable_input_is_refused_and_leaves_nothing(tmp_path, convert, name, c
         (tmp_path / name).mkdir()
     elif content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=message) as caught:
         convert(tmp_path / name)
+    assert "\n" not in str(caught.value)
     assert final_files(tmp_path) == []
+
+
+@pytest.mark.parametrize("inputs", [("",), ()])
+def test_empty_input_is_not_the_current_folder(convert, inputs):
+    with pytest.raises(InputError, match=r"--input=? is empty"):
+        convert(inputs)
 
 
 def test_existing_output_is_refused_then_replaced(tmp_path, convert, tokenizer_dir):
@@ -191,12 +202,46 @@ def test_existing_output_is_refused_then_replaced(tmp_path, convert, tokenizer_d
     assert decoded(tmp_path / "out_train", tokenizer_dir) == ["new<|endoftext|>"]
 
 
+def test_dataset_that_another_process_finishes_meanwhile_is_kept(tmp_path, convert, monkeypatch):
+    """It appears after the first look at the output, before this run holds its locks."""
+
+    def slow_load_tokenizer(*arguments, **options):
+        write_pair(tmp_path / "out_train", [[1, 2, 3]])
+        return load_tokenizer(*arguments, **options)
+
+    monkeypatch.setattr(preprocess_module, "load_tokenizer", slow_load_tokenizer)
+    with pytest.raises(InputError, match=r"out_train\.bin exists already"):
+        convert(write_jsonl(tmp_path / "a.jsonl", TEXTS))
+    assert IndexedDataset(tmp_path / "out_train").num_tokens == 3
+
+
 @pytest.mark.parametrize(
     "options", [{"val_fraction": 1.5}, {"workers": 0}, {"on_bad_line": "ignore"}, {"seed": -1}, {"tokenizer": "/no/such"}]
 )
 def test_bad_option_is_refused(tmp_path, convert, options):
-    with pytest.raises(InputError, match=next(iter(options))):
+    ((name, value),) = options.items()
+    with pytest.raises(InputError, match=f"^--{name}={value} "):
         convert(write_jsonl(tmp_path / "a.jsonl", ["x"]), **options)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "message"),
+    [
+        ("", "must end in a name"),
+        ("{folder}/", "must end in a name"),
+        ("{folder}/..", "must end in a name"),
+        ("{folder}/a.jsonl/x", "a.jsonl is not a folder"),
+        ("{folder}/" + "n" * 240, "File name too long"),  # a name may have 255 bytes, of which `_train.bin` and a temporary name take some
+        ("{folder}/taken", "taken_val.idx is a folder"),
+        ("/proc/x", "no such file can be made in /proc"),
+    ],
+)
+def test_output_that_cannot_be_written_is_found_before_the_work(tmp_path, convert, prefix, message):
+    write_jsonl(tmp_path / "a.jsonl", ["x"])
+    (tmp_path / "taken_val.idx").mkdir()
+    with pytest.raises(InputError, match=f"^--output_prefix=.*{message}"):
+        convert(tmp_path / "a.jsonl", output_prefix=prefix.format(folder=tmp_path), overwrite=True, tokenizer="not looked up yet")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "taken_val.idx"]
 
 
 def test_dtype_counts_added_tokens(tmp_path, convert):
@@ -249,7 +294,10 @@ def test_command_line_prints_one_line_and_exits_2(tmp_path, tokenizer_dir):
         "preprocess_owt.py", "--input", tmp_path / "x.jsonl", "--output_prefix", tmp_path / "out", "--tokenizer", tokenizer_dir, check=False
     )
     assert run.returncode == 2
-    assert run.stderr.splitlines()[-1] == f"error: input {tmp_path / 'x.jsonl'} does not exist" and "Traceback" not in run.stderr
+    assert (
+        run.stderr.splitlines()[-1].startswith(f"error: --input={tmp_path / 'x.jsonl'} does not exist; give ")
+        and "Traceback" not in run.stderr
+    )
 
 
 def test_tokenizer_digest_sees_what_a_tokenizer_does_not_how_it_is_stored(tmp_path, tokenizer_dir):
@@ -331,7 +379,7 @@ def test_recall_text_of_one_kind(tmp_path):
         assert 2 <= period <= 6 or len(set(words[:-1])) == 1
     refused = run_tool("make_recall_text.py", "--output", tmp_path / "x.jsonl", "--kinds", "cycles", "circles", check=False)
     assert refused.returncode == 2
-    assert refused.stderr.startswith("error: kinds=circles is not known; use some of codes ")
+    assert refused.stderr.startswith("error: --kinds=circles is not known; use some of codes ")
 
 
 def test_dataset_digest_sees_a_change_of_tokens_that_leaves_the_index_equal(tmp_path):

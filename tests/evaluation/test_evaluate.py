@@ -189,6 +189,9 @@ def test_loss_that_is_not_a_number_is_an_error(tmp_path, paths):
         ({"implementation": "jax"}, "--implementation=jax.*auto, megahedge, transformers"),
         ({"implementation": "transformers", "model": "{run}"}, "is a run: give its exported folder"),
         ({"output": "{root}"}, "--output=.*is a folder"),
+        ({"output": "{data}_val.bin/x.json"}, "--output=.*_val.bin is not a folder"),
+        ({"output": "/proc/x.json"}, "--output=/proc/x.json cannot be written"),
+        ({"output": "/dev/null"}, "--output=/dev/null .* is no ordinary file"),
     ],
 )
 def test_bad_input_is_one_line(paths, tmp_path, changes, message):

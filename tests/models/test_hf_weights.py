@@ -1,6 +1,7 @@
 """Hugging Face folders of every age load; what we write loads in transformers; bad folders end in one clear line."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -273,6 +274,8 @@ def test_quantised_weights_are_refused(folder):
     [
         (lambda folder: (folder / "model.safetensors").unlink(), "holds no weights"),
         (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
+        (lambda folder: (folder / "config.json").unlink() or (folder / "hf").mkdir(), "holds no config.json; give .*/hf, the model that"),
+        (lambda folder: (folder / "config.json").unlink() or (folder / "run.json").touch(), "it is a run that has written no model"),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json is damaged"),
         (lambda folder: (folder / "config.json").write_text("[]"), "a JSON object is expected"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"\0" * 100), "model.safetensors is damaged"),
@@ -294,6 +297,14 @@ def test_damaged_folders_end_in_one_clear_line(folder, damage, message):
     with pytest.raises(InputError, match=message) as error:
         from_pretrained(folder)
     assert "\n" not in str(error.value)
+
+
+def test_pickled_objects_are_refused_without_torchs_advice_to_run_them(folder):
+    replace_by_bin(folder, {})
+    torch.save({"gpt_neox.embed_in.weight": Path("anything")}, folder / "pytorch_model.bin")
+    with pytest.raises(InputError, match=r"pytorch_model.bin is damaged, or holds pickled objects .* never loaded") as error:
+        from_pretrained(folder)
+    assert "weights_only" not in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(("published", "weights"), [("safetensors", "model*.safetensors"), ("bin", "pytorch_model*.bin")])

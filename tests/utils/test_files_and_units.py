@@ -3,6 +3,8 @@
 import hashlib
 import multiprocessing
 import os
+import threading
+import time
 
 import pytest
 
@@ -10,6 +12,7 @@ from megahedge.utils.errors import InputError
 from megahedge.utils.files import (
     apply_umask,
     atomic_write,
+    check_output,
     file_lock,
     is_temporary_file,
     read_json,
@@ -77,6 +80,61 @@ def test_a_lock_is_exclusive_and_freed(tmp_path):
         pass
     with file_lock(tmp_path / "lock", blocking=False):
         pass
+
+
+def test_a_lock_that_is_removed_excludes_whoever_had_opened_it_before(tmp_path):
+    path = tmp_path / "lock"
+    held, release = threading.Event(), threading.Event()
+
+    def hold():
+        with file_lock(path, remove=True):
+            held.set()
+            release.wait(60)
+
+    waiting = threading.Thread(target=hold)
+    with file_lock(path, remove=True):
+        waiting.start()
+        while sum(os.path.realpath(f"/proc/self/fd/{name}") == str(path) for name in os.listdir("/proc/self/fd")) < 2:
+            time.sleep(0.01)
+    assert held.wait(60)
+    with pytest.raises(BlockingIOError), file_lock(path, blocking=False):
+        pass
+    release.set()
+    waiting.join()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("", "is empty"),
+        (" ", "is empty"),
+        ("{folder}", "is a folder"),
+        ("{folder}/file/x/y", "file is not a folder"),
+        ("{folder}/dangling/x", "dangling is not a folder"),
+        ("{folder}/" + "n" * 250, "File name too long"),
+        ("{folder}/new/" + "n" * 256 + "/x", "File name too long"),
+        ("{folder}" + "/new" * 2000, "File name too long"),
+        ("/proc/x", "no such file can be made in /proc"),
+        ("/dev/full", "is no ordinary file"),
+        ("{folder}/file", "exists already; choose another --output, or give --overwrite"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_found_without_writing(tmp_path, value, message):
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    value = value.format(folder=tmp_path)
+    with pytest.raises(InputError, match=message) as caught:
+        check_output("output", value, value, overwrite=False)
+    assert "--output" in str(caught.value) and "\n" not in str(caught.value)
+    assert sorted(os.listdir(tmp_path)) == ["dangling", "file"] and (tmp_path / "file").read_text() == "kept"
+
+
+def test_an_output_that_can_be_written_is_not_written_yet(tmp_path):
+    (tmp_path / "file").write_text("kept")
+    check_output("output", "x", tmp_path / "new" / "folder" / "x", overwrite=False)
+    check_output("output", "x", tmp_path / "file", overwrite=True)
+    assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "kept"
 
 
 @pytest.mark.parametrize(
