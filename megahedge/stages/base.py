@@ -27,7 +27,7 @@ from megahedge.training.distributed import init_distributed, on_first_rank, tell
 from megahedge.training.ds_config import load_ds_config, merge_ds_config, zero_stage
 from megahedge.training.engine import TrainingEngine
 from megahedge.training.loop import Job, train
-from megahedge.training.metrics import MetricsLog, check_wandb
+from megahedge.training.metrics import MetricsLog, check_wandb, has_evaluation
 from megahedge.training.run_folder import RunFolder
 from megahedge.utils.errors import InputError
 from megahedge.utils.logging import get_logger
@@ -177,7 +177,7 @@ def _run(stage_type: type[Stage], plan: Plan, topology: Topology) -> tuple[Stage
     record = on_first_rank(lambda: _record(stage_type, plan), "the model and data could not be digested")
     stage, checkpoint = _build(stage_type, plan, topology, record)
     print_header(stage.name, plan, stage)
-    progress = Progress(**checkpoint.record["progress"]) if checkpoint else Progress()
+    progress = _find_progress(plan, checkpoint)
     facts = {**record, "topology": _topology_record(plan, topology), "resumed_at_step": progress.step}
     on_first_rank(lambda: plan.run.write_record(stage.name, options, facts), f"--output_dir={plan.run.path}")
     engine = TrainingEngine(stage, stage.student, options, plan.batches, topology)
@@ -205,6 +205,15 @@ def _run(stage_type: type[Stage], plan: Plan, topology: Topology) -> tuple[Stage
         job = Job(options, engine, stage.student, loader, evaluate, plan.run, log, record, stage.extras(plan))
         progress = train(job, progress)
     return stage, engine, progress
+
+
+def _find_progress(plan: Plan, checkpoint: Checkpoint | None) -> Progress:
+    """Where the run stands: the checkpoint is written before the evaluation of its step, which may have been made since."""
+    if checkpoint is None:
+        return Progress()
+    progress = Progress(**checkpoint.record["progress"])
+    made = on_first_rank(lambda: has_evaluation(plan.run.metrics_file, progress.step), f"--output_dir={plan.run.path}")
+    return dataclasses.replace(progress, evaluation_due=progress.evaluation_due and not made)
 
 
 def _build(stage_type: type[Stage], plan: Plan, topology: Topology, record: dict):
@@ -235,9 +244,7 @@ def _check_same_run(checkpoint: Checkpoint, record: dict) -> None:
     for key, now in record.items():
         differing = _differences(_without_places(checkpoint.record.get(key)), _without_places(now), key)
         if differing:
-            raise InputError(
-                f"--resume from {checkpoint.path}: {'; '.join(differing)}; use these again, or a new --output_dir"
-            )
+            raise InputError(f"--resume from {checkpoint.path}: {'; '.join(differing)}; use these again, or a new --output_dir")
 
 
 def _differences(before, now, name: str) -> list[str]:

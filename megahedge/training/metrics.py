@@ -28,6 +28,11 @@ def read_metrics(path: Path) -> list[dict]:
     return readable
 
 
+def has_evaluation(path: Path, step: int) -> bool:
+    """Whether the file holds the evaluation of that step."""
+    return any((line["kind"], line["step"]) == ("eval", step) for line in read_metrics(path))
+
+
 def _parse_line(line: str) -> dict | None:
     try:
         entry = json.loads(line)

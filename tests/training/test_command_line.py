@@ -60,7 +60,7 @@ BAD_OPTIONS = [
     ({"train_token": 100}, ["train_token"]),
     ({"adam_eps": 0}, ["--adam_eps=0"]),
     ({"lr": 3e38}, ["--lr=3e+38", "at most 1e+06"]),
-    ({"output_dir": "/proc/nowhere/run"}, ["--output_dir=/proc/nowhere/run cannot be made"]),
+    ({"output_dir": f"{__file__}/run"}, [f"--output_dir={__file__}/run cannot be made: {__file__} is a file"]),
     ({"lr": "fast"}, ["--lr=fast is not a finite number"]),
 ]
 

@@ -62,6 +62,6 @@ def test_a_full_disk_costs_one_checkpoint_and_not_the_run(made):
 
 def test_a_run_that_has_diverged_is_no_success_and_exports_nothing(made):
     run = made("diverged")
-    assert "validation loss of nan" in made.errors["diverged"]
+    assert "validation loss of nan" in made.outcomes["diverged"]
     assert json.loads((run / "summary.json").read_text())["validation_loss"] is None
     assert not (run / "hf").exists()

@@ -78,3 +78,8 @@ def test_a_record_without_options_is_the_users_error(content, folder, options):
     folder.record_file.write_text(content)
     with pytest.raises(InputError, match=r"run\.json"):
         folder.check(dataclasses.replace(options, resume=True))
+
+
+def test_a_folder_that_cannot_be_made_is_the_users_error():
+    with pytest.raises(InputError, match="--output_dir=/proc/nowhere/run cannot be made"), RunFolder("/proc/nowhere/run").locked():
+        pass
