@@ -37,6 +37,6 @@ setup(
         "eval": ["lm-eval", "accelerate"],
         "sentencepiece": ["sentencepiece"],
         "wandb": ["wandb"],
-        "dev": ["pytest", "pytest-timeout", "ruff", "wandb"],
+        "dev": ["pytest", "pytest-timeout", "pytest-xdist", "ruff", "wandb"],
     },
 )

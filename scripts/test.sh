@@ -11,8 +11,8 @@ if [ "${1:-}" = --all ]; then
     shift
 fi
 setup_venv dev
-# several ranks on few cores: more threads than one a process slow all of them down
+# two workers of one thread each: several ranks on few cores are slow with more
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 .venv/bin/ruff check .
 .venv/bin/ruff format --check --quiet .
-exec .venv/bin/python -m pytest "${tier[@]}" "$@"
+exec .venv/bin/python -m pytest -n 2 --dist loadgroup "${tier[@]}" "$@"

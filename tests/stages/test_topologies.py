@@ -7,7 +7,9 @@ from tests.stages.conftest import FAST_ONE, FAST_TWO, REFERENCE, SLOW_ONE, SLOW_
 from tests.stages.runs import HALF, STEPS
 from tests.training.runs import measured
 
-TOLERANCE = 1e-4  # sums are taken in another order, and AdamW enlarges what that changes
+# sums are taken in another order, and AdamW enlarges what that changes: 3e-5 of a value after eight steps where nothing is wrong
+RELATIVE, ABSOLUTE = 1e-4, 1e-6
+SHARE = 2e-3  # shares of some 1000 normalisers a step, of which one near the limit may fall on either side
 
 
 def reference_of(name: str) -> str:
@@ -23,7 +25,8 @@ def test_every_cut_follows_the_curves_of_one_process(name, made):
     for line, expected in zip(mine, reference, strict=True):
         assert line.keys() == expected.keys()
         for key in line.keys() - {"kind", "perplexity"}:
-            np.testing.assert_allclose(line[key], expected[key], rtol=0, atol=TOLERANCE, err_msg=f"{key} at step {line['step']}")
+            tolerances = {"rtol": 0, "atol": SHARE} if key.startswith("normalizer") else {"rtol": RELATIVE, "atol": ABSOLUTE}
+            np.testing.assert_allclose(line[key], expected[key], err_msg=f"{key} at step {line['step']}", **tolerances)
 
 
 @pytest.mark.parametrize("flavour", ["paper", "tuned"])
