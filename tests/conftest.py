@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-
 SHARED_WORLDS = ("training", "stages")
 """Folders whose tests look at the same runs, so that one worker has to make them all."""
 
