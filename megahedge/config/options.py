@@ -259,7 +259,7 @@ class Stage1Options(RecipeOptions, TeacherOptions, FeatureMapOptions, TrainOptio
     match_targets: str = "block"
     """Whose outputs are compared: block or mixer."""
     match_loss: str = "cosine"
-    """How they are compared: cosine, mse (relative to the teacher's mean square) or cosine_mse (their sum)."""
+    """How they are compared: cosine, mse (relative to the teacher's square, token by token) or cosine_mse (their sum)."""
 
     def __post_init__(self):
         RecipeOptions.__post_init__(self)

@@ -4,6 +4,7 @@
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,9 +21,13 @@ def cosine_loss(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def relative_mse(student: Tensor, teacher: Tensor) -> Tensor:
-    """‖student − teacher‖² / ‖teacher‖² over all tokens, so that layers of any scale weigh the same; [b, t, d] → scalar."""
+    """‖student − teacher‖² / ‖teacher‖² of each token, mean over tokens; [b, t, d] → scalar.
+
+    Layers of any scale weigh the same, and so does a token in whatever micro-batch it is.
+    """
     student, teacher = widen(student, teacher)
-    return (student - teacher).square().sum() / teacher.square().sum()
+    least = torch.finfo(teacher.dtype).tiny
+    return ((student - teacher).square().sum(-1) / teacher.square().sum(-1).clamp(min=least)).mean()
 
 
 def cosine_and_mse(student: Tensor, teacher: Tensor) -> Tensor:

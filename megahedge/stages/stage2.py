@@ -78,7 +78,7 @@ class Stage2(Stage):
         read = either_source(_source(plan), fresh_values(self.student, plan.options.seed))
         load_parameters(self.student, read, self.student.tensor_parallel)
         _prove_handover(self.student, plan, read)
-        if plan.options.decay_init:
+        if plan.options.decay_init and plan.options.decay != "none":
             self._set_rates(plan.options.decay_init)
 
     @torch.no_grad()

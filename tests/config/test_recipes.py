@@ -134,7 +134,7 @@ BAD = [
     ("stage2", "conv_kernel", -4, "at least 0"),
     ("stage2", "normalizer_eps", -1.0, "positive"),
     ("stage2", "lr_new", 0.0, "positive"),
-    ("stage2", "lr_new", float("nan"), "finite"),
+    ("stage2", "lr_new", float("nan"), "positive and at most 1e+06"),
     ("stage2", "kd_alpha", 1.5, "between 0 and 1"),
     ("stage2", "kd_alpha", -0.1, "between 0 and 1"),
     ("stage2", "kd_temperature", 0.0, "positive"),

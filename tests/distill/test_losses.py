@@ -40,10 +40,12 @@ def test_cosine_loss_sees_direction_alone():
     assert cosine_loss(-teacher, teacher).item() == pytest.approx(2)
 
 
-def test_relative_mse_is_the_squared_distance_over_the_teachers_square():
+def test_relative_mse_is_the_squared_distance_over_the_teachers_square_token_by_token():
     student, teacher = states(2, 5, 7), states(2, 5, 7, seed=1)
-    expected = F.mse_loss(student, teacher) / teacher.square().mean()
-    torch.testing.assert_close(relative_mse(student, teacher), expected)
+    of_tokens = [
+        F.mse_loss(student[row, token], teacher[row, token]) / teacher[row, token].square().mean() for row in range(2) for token in range(5)
+    ]
+    torch.testing.assert_close(relative_mse(student, teacher), torch.stack(of_tokens).mean())
     assert relative_mse(teacher, teacher) == 0
     assert relative_mse(2 * teacher, teacher).item() == pytest.approx(1)
 
@@ -51,6 +53,13 @@ def test_relative_mse_is_the_squared_distance_over_the_teachers_square():
 def test_relative_mse_weighs_layers_of_any_scale_alike():
     student, teacher = states(2, 5, 7), states(2, 5, 7, seed=1)
     torch.testing.assert_close(relative_mse(100 * student, 100 * teacher), relative_mse(student, teacher))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_does_not_depend_on_how_a_batch_was_cut(name):
+    student, teacher = states(2, 5, 7), states(2, 5, 7, seed=1) * torch.tensor([1.0, 100.0]).view(2, 1, 1)
+    of_rows = torch.stack([LOSSES[name](student[row : row + 1], teacher[row : row + 1]) for row in range(2)])
+    torch.testing.assert_close(LOSSES[name](student, teacher), of_rows.mean())
 
 
 def test_their_sum_is_their_sum():
