@@ -70,7 +70,8 @@ def test_the_tuned_recipe_differs_as_it_says(stage):
     if stage == "stage1":
         assert tuned.match_inputs == "teacher"
     else:
-        assert (tuned.decay, tuned.decay_step, tuned.decay_per_head) == ("head", "head", True)
+        assert (tuned.decay, tuned.decay_step, tuned.decay_per_head) == ("head", "auto", True)
+        assert tuned.mixer_config("hedge_mamba").decay_step == "head"
         assert tuned.kd_alpha > 0 and tuned.lr_new > tuned.lr
 
 
