@@ -171,8 +171,8 @@ def test_line_number_is_right_beyond_the_first_chunk(tmp_path, convert, monkeypa
         ("a.jsonl", b"\n\n", r"no document .*2 empty"),
         ("a.jsonl", b'{"text": ""}\n', "no document"),
         ("a.jsonl.gz", GOOD, "not gzipped"),
-        ("a.jsonl.gz", gzip.compress(GOOD * 9999)[:-20], "damaged or cut off"),
-        ("a.jsonl.gz", gzip.compress(GOOD * 99)[:-9] + b"\0" * 9, "damaged or cut off"),
+        ("a.jsonl.gz", gzip.compress(GOOD * 9999, mtime=0)[:-20], "damaged or cut off"),
+        ("a.jsonl.gz", gzip.compress(GOOD * 99, mtime=0)[:-9] + b"\0" * 9, "damaged or cut off"),
         ("folder", "mkdir", "holds no file"),
     ],
 )
