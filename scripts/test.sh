@@ -15,4 +15,4 @@ setup_venv dev
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 .venv/bin/ruff check .
 .venv/bin/ruff format --check --quiet .
-exec .venv/bin/python -m pytest -n 2 --dist loadgroup "${tier[@]}" "$@"
+exec .venv/bin/python -m pytest -n 2 "${tier[@]}" "$@"

@@ -9,12 +9,17 @@ SHARED_WORLDS = ("training", "stages")
 """Folders whose tests look at the same runs, so that one worker has to make them all."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
     """With several workers, keep the tests of a file together, and those of a folder that shares its runs."""
-    for item in items:
-        folder = item.path.parent.name
-        item.add_marker(pytest.mark.xdist_group(folder if folder in SHARED_WORLDS else str(item.path)))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByWorld(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            path = Path(nodeid.split("::", 1)[0])
+            return path.parent.name if path.parent.name in SHARED_WORLDS else str(path)
+
+    return ByWorld(config, log)
 
 
 @pytest.fixture(scope="session")
