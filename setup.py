@@ -34,9 +34,10 @@ setup(
     extras_require={
         "cuda": ["mamba-ssm", "causal-conv1d"],
         "triton": ["triton"],
+        "cpu": ["numba"],
         "eval": ["lm-eval", "accelerate"],
         "sentencepiece": ["sentencepiece"],
         "wandb": ["wandb"],
-        "dev": ["pytest", "pytest-timeout", "pytest-xdist", "ruff", "wandb"],
+        "dev": ["numba", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "wandb"],
     },
 )

@@ -27,7 +27,8 @@ CHECKPOINT_INTERVAL = 64
 
 def run(inputs: ScanInputs) -> ScanOutputs:
     """Shapes as in ScanInputs; everything that has no recurrence is left to autograd."""
-    B, X = _weighted_inputs(inputs)
+    B, x, u = weighted_inputs(inputs)
+    X = torch.stack([_time_first(y) for y in ([x, u] if inputs.problem.normalize else [x])], dim=1)
     states = [inputs.numerator] if inputs.denominator is None else [inputs.numerator, inputs.denominator]
     outputs, state = _ChannelScan.apply(
         *(_time_first(x) for x in (inputs.C, B)), X, _time_first(inputs.step), inputs.rate, torch.stack(states), inputs.boundaries
@@ -38,17 +39,12 @@ def run(inputs: ScanInputs) -> ScanOutputs:
     return outputs[0], outputs[1], state[0], state[1]
 
 
-def _weighted_inputs(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
-    """B [b, t, h, n] and X [t, g, b, h, p], the step multiplied into the one that has its axis."""
-    B, V = inputs.B, inputs.V
+def weighted_inputs(inputs: ScanInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """B [b, t, h, n], and what numerator and denominator take in, [b, t, h, p]; the step is in what has its axis."""
     if inputs.problem.step_axis == "channel":
         unit = inputs.step.squeeze(-2)
-        V = V * unit
-    else:
-        unit = torch.ones_like(V)
-        B = B * inputs.step.squeeze(-1)
-    groups = [V, unit] if inputs.problem.normalize else [V]
-    return B, torch.stack([_time_first(x) for x in groups], dim=1)
+        return inputs.B, inputs.V * unit, unit.expand_as(inputs.V)
+    return inputs.B * inputs.step.squeeze(-1), inputs.V, torch.ones_like(inputs.V)
 
 
 def _time_first(x: Tensor) -> Tensor:

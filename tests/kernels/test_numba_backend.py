@@ -1,0 +1,61 @@
+"""The compiled backend beside what all backends promise: optional, threaded as torch is, and honest about what is not finite."""
+
+import sys
+
+import pytest
+import torch
+
+from megahedge.kernels import numba_backend, scan
+from megahedge.utils.errors import InputError
+from tests.kernels.problems import Case, inputs
+
+CASE = Case("channel", "channel", seq_len=9, documents=False, initial=False)
+
+
+def arguments(dtype=torch.float32):
+    return {name: x.to(dtype) for name, x in inputs(CASE)[0].items()}
+
+
+@pytest.fixture
+def no_numba(monkeypatch):
+    numba_backend.load_sweeps.cache_clear()
+    monkeypatch.delattr("megahedge.kernels.numba_sweeps", raising=False)
+    monkeypatch.setitem(sys.modules, "megahedge.kernels.numba_sweeps", None)
+    yield
+    numba_backend.load_sweeps.cache_clear()
+
+
+def test_without_numba_auto_takes_another_backend_and_the_name_is_refused(no_numba):
+    tensors = arguments()
+    assert torch.equal(scan(**tensors)[0], scan(**tensors, backend="loop")[0])
+    with pytest.raises(InputError, match=r"'numba' cannot run .*pip install numba; use auto, loop or reference"):
+        scan(**tensors, backend="numba")
+
+
+@pytest.mark.parametrize("name", ("C", "B", "V", "step", "rate"))
+@pytest.mark.parametrize("value", (float("nan"), float("inf")))
+def test_what_is_not_finite_stays_so(name, value):
+    tensors = {key: x.requires_grad_() for key, x in arguments().items()}
+    with torch.no_grad():
+        tensors[name].view(-1)[0] = value
+    y, _ = scan(**tensors, backend="numba")
+    expected, _ = scan(**tensors, backend="loop")
+    assert torch.equal(y.isfinite(), expected.isfinite())
+    y.sum().backward()
+    grads = [x.grad.isfinite().all() for x in tensors.values()]
+    for x in tensors.values():
+        x.grad = None
+    expected.sum().backward()
+    assert grads == [x.grad.isfinite().all() for x in tensors.values()]
+
+
+def test_its_threads_are_as_many_as_those_of_torch():
+    numba = pytest.importorskip("numba")
+    before = torch.get_num_threads()
+    try:
+        for threads in range(1, min(2, numba.config.NUMBA_NUM_THREADS) + 1):
+            torch.set_num_threads(threads)
+            scan(**arguments(), backend="numba")
+            assert numba.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
