@@ -7,6 +7,7 @@ wait for it for ever, in silence.
 
 import os
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -22,9 +23,17 @@ def prepare_op_builds() -> None:
     """Settle where operators are kept, wait for builds by others, and tell of the one to come."""
     if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
         os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
+    _prefer_own_ninja()
     await_op_builds()
     if not any(_root().glob("**/*.so")):
         logger.info("DeepSpeed compiles a communication helper at its first start in an environment, for about a minute")
+
+
+def _prefer_own_ninja() -> None:
+    """One ninja for all starts, whether or not the environment is activated: another version takes the operators for unbuilt."""
+    scripts = sysconfig.get_path("scripts")
+    if (Path(scripts) / "ninja").is_file() and os.environ.get("PATH", "").split(os.pathsep)[0] != scripts:
+        os.environ["PATH"] = os.pathsep.join([scripts, *filter(None, [os.environ.get("PATH")])])
 
 
 def await_op_builds(stale_seconds: float = STALE_SECONDS) -> None:

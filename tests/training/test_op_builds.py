@@ -1,14 +1,16 @@
 """A lock that a killed build has left does not stop later starts."""
 
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 
 import pytest
 
-from megahedge.training.op_builds import await_op_builds
+from megahedge.training.op_builds import await_op_builds, prepare_op_builds
 
 
 @pytest.fixture
@@ -53,3 +55,17 @@ def test_a_young_lock_is_waited_for_until_it_goes(lock):
     lock.unlink()
     waiting.join(20.0)
     assert not waiting.is_alive()
+
+
+def test_the_ninja_of_the_environment_is_taken_though_it_is_not_activated(tmp_path, monkeypatch):
+    """Another version of ninja would compile again what is compiled."""
+    other = tmp_path / "ninja"
+    other.write_text("#!/bin/sh\n")
+    other.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    for _ in range(2):
+        prepare_op_builds()
+        scripts = sysconfig.get_path("scripts")
+        assert os.environ["PATH"] == f"{scripts}{os.pathsep}{tmp_path}"
+        assert shutil.which("ninja") == f"{scripts}/ninja"
