@@ -9,6 +9,7 @@ seeds are compared at it.  Runs lie below --output_dir; a second start goes on w
 import dataclasses
 import math
 import statistics
+from collections.abc import Hashable
 from pathlib import Path
 
 from megahedge.evaluation.evaluate import EvaluateOptions, evaluate
@@ -68,7 +69,7 @@ class CompareOptions:
             raise InputError(f"--parallel={self.parallel} must be at least 1")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Contender:
     """A row of the table that has a stage 2."""
 
@@ -114,23 +115,25 @@ class Comparison:
         """Rows of the table."""
         options = self.options
         first_seed, recipes = options.seeds[0], ("paper", "tuned")
-        self._losses([self.stage1(recipe, seed) for seed in options.seeds for recipe in recipes])
+        stage1 = self._losses({recipe: [self.stage1(recipe, seed) for seed in options.seeds] for recipe in recipes})
+        starts = [(contender, with_stage1) for with_stage1 in (True, False) for contender in self.contenders]
+        tried = self._losses({start: [self.stage2(start[0], first_seed, lr, start[1]) for lr in start[0].rates] for start in starts})
+        best = {start: start[0].rates[losses.index(min(losses))] for start, losses in tried.items()}
+        final = self._losses({start: [self.stage2(start[0], seed, best[start], start[1]) for seed in options.seeds] for start in starts})
         rows = [self._row("teacher", [self._teacher_loss()])]
-        rows += [self._row(f"stage 1, {recipe}", self._losses([self.stage1(recipe, seed) for seed in options.seeds])) for recipe in recipes]
-        for with_stage1 in (True, False):
-            for contender in self.contenders:
-                tried = self._losses([self.stage2(contender, first_seed, lr, with_stage1) for lr in contender.rates])
-                best = contender.rates[min(range(len(tried)), key=lambda index: tried[index])]
-                losses = self._losses([self.stage2(contender, seed, best, with_stage1) for seed in options.seeds])
-                label = contender.label if with_stage1 else f"{contender.label}, no stage 1"
-                row = self._row(label, losses) | {"lr": best, "tried": dict(zip(map(str, contender.rates), tried, strict=True))}
-                rows.append(row | {"recovered": self._recovered(rows, contender.recipe, row["loss"])})
+        rows += [self._row(f"stage 1, {recipe}", stage1[recipe]) for recipe in recipes]
+        for (contender, with_stage1), losses in final.items():
+            label = contender.label if with_stage1 else f"{contender.label}, no stage 1"
+            rates = dict(zip(map(str, contender.rates), tried[contender, with_stage1], strict=True))
+            row = self._row(label, losses) | {"lr": best[contender, with_stage1], "tried": rates}
+            rows.append(row | {"recovered": self._recovered(rows, contender.recipe, row["loss"])})
         return rows
 
-    def _losses(self, jobs: list[Job]) -> list[float]:
-        """Validation losses; infinite where a run has diverged."""
-        summaries = run_jobs(jobs, self.options.parallel)
-        return [math.inf if summary["validation_loss"] is None else summary["validation_loss"] for summary in summaries]
+    def _losses(self, jobs: dict[Hashable, list[Job]]) -> dict[Hashable, list[float]]:
+        """Validation losses under the same keys, of runs made side by side; infinite where a run has diverged."""
+        summaries = iter(run_jobs([job for group in jobs.values() for job in group], self.options.parallel))
+        losses = {key: [next(summaries)["validation_loss"] for _ in group] for key, group in jobs.items()}
+        return {key: [math.inf if loss is None else loss for loss in group] for key, group in losses.items()}
 
     def _teacher_loss(self) -> float:
         options = self.options

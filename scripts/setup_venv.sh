@@ -3,7 +3,7 @@
 # An environment that is there already is kept, with the torch that it has.  Set PYTHON to choose the interpreter of a new one.
 
 setup_venv() {
-    local extras=$1 stamp wanted
+    local extras=$1 wanted stamp
     if [ ! -x .venv/bin/python ]; then
         "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
             echo "Python 3.11 or newer is needed; set PYTHON to one" >&2
@@ -12,9 +12,10 @@ setup_venv() {
         echo "making .venv"
         "${PYTHON:-python3}" -m venv .venv || return
     fi
-    stamp=.venv/.megahedge-$extras
     wanted=$(cat setup.py constraints.txt | sha256sum)
-    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then return 0; fi
+    for stamp in ".venv/.megahedge-dev" ".venv/.megahedge-$extras"; do # dev holds the others that need no GPU
+        if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then return 0; fi
+    done
     echo "installing megahedge[$extras] and the versions in constraints.txt (some minutes on a fresh machine)"
     install_torch || return
     .venv/bin/python -m pip install --quiet -c constraints.txt -e ".[$extras]" || return

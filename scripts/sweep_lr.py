@@ -10,9 +10,7 @@ import dataclasses
 import itertools
 from pathlib import Path
 
-import yaml
-
-from megahedge.utils.cli import Count, parse_options, run_main
+from megahedge.utils.cli import Count, parse_options, read_options_file, run_main
 from megahedge.utils.errors import InputError
 from megahedge.utils.jobs import Job, run_jobs
 
@@ -46,17 +44,16 @@ class SweepOptions:
             raise InputError(
                 f"--lr_new={' '.join(map(str, self.lr_new))} goes with --stage stage2; stage 1 adds nothing that has a rate of its own"
             )
-        if not Path(self.options).is_file():
-            raise InputError(f"--options={self.options} is not a file; give a YAML file with the options of scripts/{self.stage}.py")
         if self.parallel < 1:
             raise InputError(f"--parallel={self.parallel} must be at least 1")
 
 
 def sweep(options: SweepOptions) -> str:
     """Run every combination of rates; a table, best first."""
-    fixed = yaml.safe_load(Path(options.options).read_text(encoding="utf-8"))
-    if not isinstance(fixed, dict):
-        raise InputError(f"--options={options.options} holds no options by name")
+    fixed = read_options_file(options.options, "options")
+    ours = [name for name in (*("lr", "lr_new", "train_tokens", "output_dir"), "resume", "config") if name in fixed]
+    if ours:
+        raise InputError(f"--options={options.options} names {', '.join(ours)}, which the sweep sets itself; leave them out there")
     rates = list(itertools.product(options.lr, options.lr_new or (None,)))
     jobs = [
         Job(

@@ -241,6 +241,8 @@ class FeatureMapOptions:
         """The options of a mixer that are among these.  Raises InputError where one is not valid."""
         names = {field.name for field in dataclasses.fields(MixerConfig)} & {field.name for field in dataclasses.fields(self)}
         values = {name: getattr(self, name) for name in names}
+        if "decay_step" in values and values["decay_step"] not in ("auto", "head", "state", "channel"):
+            raise InputError(f"--decay_step={values['decay_step']} is not known; use auto, head, state or channel")
         if values.get("decay_step") == "auto":
             values["decay_step"] = values["decay"]
         return MixerConfig(kind=kind, **values)

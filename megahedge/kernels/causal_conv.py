@@ -26,8 +26,8 @@ def causal_conv(
     """
     batch, seq_len, channels = x.shape
     num_taps = weight.shape[-1]
-    if weight.shape != (channels, num_taps) or (bias is not None and bias.shape != (channels,)):
-        raise ValueError(f"weight is [d, k] and bias [d] with d = {channels}, not {list(weight.shape)}")
+    if weight.shape != (channels, num_taps) or num_taps == 0 or (bias is not None and bias.shape != (channels,)):
+        raise ValueError(f"weight is [d, k] and bias [d] with d = {channels}, k > 0, not {list(weight.shape)}")
     if initial is None:
         initial = x.new_zeros(batch, num_taps - 1, channels)
     if initial.shape != (batch, num_taps - 1, channels):

@@ -78,7 +78,10 @@ def scan_step(
     """Continue a scan by one token: C, B [b, h, n], V [b, h, p], step [b, h, 1 | n | p]; all else as in `scan`.
 
     Returns y [b, h, p] in V.dtype and the new state; the given one (None at the start) is left as it is.
+    Raises ValueError if shapes do not fit.
     """
+    if B.shape != C.shape or C.dim() != 3 or V.shape[:-1] != C.shape[:-1]:
+        raise ValueError(f"C and B are [b, h, n] and V [b, h, p], not {_shapes(C, B, V)}")
     with _no_autocast(C.device):
         with_time = (None if x is None else x.unsqueeze(1) for x in (C, B, V, step))
         inputs = _prepare(*with_time, rate, normalize, state, None, step_axis)

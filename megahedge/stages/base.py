@@ -317,6 +317,8 @@ def print_header(name: str, plan: Plan, stage: Stage | None = None) -> None:
         f"cosine to {options.lr * options.min_lr_ratio:g}",
         "engine": f"ZeRO {zero_stage(plan.ds_config)} ({Path(options.ds_config).name}), tp {options.tp_size}, {options.dtype}",
     }
+    if plan.source is not None:
+        rows["start"] = f"step {plan.source.step} of {plan.source.record.get('stage')} ({plan.source.path})"
     for label, text in rows.items():
         logger.info("%-11s %s", label, text)
     if stage is not None:

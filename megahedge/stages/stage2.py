@@ -3,6 +3,7 @@
 What it adds starts as identities, so that the student begins exactly where stage 1 ended; no step is taken before that is proven.
 """
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from megahedge.stages.stage1 import denominator_metrics, probe_tokens
 from megahedge.stages.teacher import Teacher, check_data_exists
 from megahedge.training.checkpointing import Extras
 from megahedge.utils.errors import InputError, RunError
+from megahedge.utils.files import read_json_object
 from megahedge.utils.labels import IGNORE_INDEX
 from megahedge.utils.logging import get_logger
 
@@ -61,10 +63,14 @@ class Stage2(Stage):
     def origin(cls, plan: Plan) -> dict:
         """The teacher and the stage-1 checkpoint behind the run.  Raises InputError if one does not belong to the other."""
         options, weights = plan.options, weights_digest(plan.weights)
+        before = _origin_of_resumed(options)
+        teacher, revision = _teacher_name(options, plan.source.record.get("origin", {}) if plan.source else before)
+        if before is not None:  # stage 1 may have gone on since, or be gone
+            return before | {"weights": weights, "teacher": teacher, "teacher_revision": revision}
         if plan.source is not None:
             plan.source.verify(("parameters", "probe"))
             _check_teacher(plan, weights)
-        teacher, revision = _teacher_name(options, plan.source)
+            _warn_of_unfinished(plan.source)
         return {
             "weights": weights,
             "teacher": teacher,
@@ -112,8 +118,8 @@ class Stage2(Stage):
         return (1 - options.kd_alpha) * loss + options.kd_alpha * divergence, metrics
 
     def extras(self, plan: Plan) -> Extras:
-        """The embeddings as they were given."""
-        return Extras(read_frozen=_source(plan).read)
+        """The embeddings as the teacher's files hold them; stage 1 did not train them either."""
+        return Extras(read_frozen=PretrainedWeights(plan.model, plan.weights).read)
 
 
 def _source(plan: Plan) -> Source:
@@ -134,6 +140,8 @@ def _prove_handover(student: LanguageModel, plan: Plan, read: Callable[..., Tens
         tokens = probe_tokens(plan)
         logits = stream_logits(before, read, tokens)
     divergence = probe_divergence(student, tokens, logits)
+    if math.isnan(divergence):
+        raise RunError(f"what the run starts from gives logits that are not finite: its weights hold NaN or infinity ({plan.weights})")
     if not divergence <= MAX_PROBE_KL:
         raise RunError(
             f"the hand-over is not exact: the student differs from what it starts from by a KL of {divergence:.3g} nats a token on the "
@@ -157,8 +165,9 @@ def stage2(options: Stage2Options) -> None:
 def plan_stage2(options: Stage2Options) -> Plan:
     """Check everything that needs no weights."""
     check_data_exists(options)
-    source = None if options.init_from is None else _find_source(options)
-    teacher = _find_teacher(options, source)
+    resumed = _origin_of_resumed(options)
+    source = _find_source(options) if options.init_from is not None and resumed is None else None
+    teacher = _find_teacher(options, source.record.get("origin", {}) if source else resumed)
     mixer = options.mixer_config("hedge_mamba")
     if source is not None:
         _check_source(options, source, teacher.config, mixer)
@@ -183,21 +192,38 @@ def _find_source(options: Stage2Options) -> Checkpoint:
     return Checkpoint(found[0])
 
 
-def _teacher_name(options: Stage2Options, source: Checkpoint | None) -> tuple[str, str | None]:
-    """Name and revision of --teacher, or of the one that stage 1's record names."""
+def _origin_of_resumed(options: Stage2Options) -> dict | None:
+    """What the run that --resume goes on with recorded of its start; None where it has no checkpoint, and so starts anew."""
+    if not options.resume or options.output_dir is None:
+        return None
+    found = complete_checkpoints(Path(options.output_dir) / "checkpoints")
+    return Checkpoint(found[0]).record.get("origin") if found else None
+
+
+def _warn_of_unfinished(source: Checkpoint) -> None:
+    """A stage 1 that was stopped, or goes on, is a start like any other, but seldom the one that is meant."""
+    run = source.path.parent.parent
+    if not (run / "run.json").is_file():
+        return
+    summary = run / "summary.json"
+    if not summary.is_file() or read_json_object(summary).get("step") != source.step:
+        logger.warning("--init_from: stage 1 in %s has not ended; stage 2 starts from its step %d", run, source.step)
+
+
+def _teacher_name(options: Stage2Options, origin: dict | None) -> tuple[str, str | None]:
+    """Name and revision of --teacher, or of the one that the record of stage 1, or of the run itself, names."""
     if options.teacher is not None:
         return options.teacher, options.teacher_revision
     if options.teacher_revision is not None:
         raise InputError(f"--teacher_revision={options.teacher_revision} goes with --teacher; without that, stage 1's record names both")
-    origin = source.record.get("origin", {})
-    if origin.get("teacher") is None:
+    if not origin or origin.get("teacher") is None:
         raise InputError(f"--init_from={options.init_from} names no teacher: it is no run of scripts/stage1.py")
     return origin["teacher"], origin["teacher_revision"]
 
 
-def _find_teacher(options: Stage2Options, source: Checkpoint | None) -> Teacher:
+def _find_teacher(options: Stage2Options, origin: dict | None) -> Teacher:
     """Look it up, or download it."""
-    name, revision = _teacher_name(options, source)
+    name, revision = _teacher_name(options, origin)
     try:
         return Teacher.find(name, revision)
     except InputError as error:

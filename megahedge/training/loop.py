@@ -52,9 +52,9 @@ class Job:
 def train(job: Job, progress: Progress) -> Progress:
     """Run steps `progress.step + 1` to the last that the token budget pays for, or until asked to stop; save at the end.
 
-    Writes the summary of a run that has used its budget.  Returns where the run stands.
-    Raises RunError after MAX_SKIPPED_IN_A_ROW steps in a row without a finite loss and gradient, or where the validation loss is not
-    finite at the end.
+    Writes the summary of a run that has used its budget, or has diverged.  Returns where the run stands.
+    Raises RunError after MAX_SKIPPED_IN_A_ROW steps in a row without a finite loss and gradient, or where no step had one, or where the
+    validation loss is not finite at the start or at the end.
     """
     options, total_steps = job.options, job.options.train_steps
     first_rank = dist.get_rank() == 0
@@ -65,6 +65,11 @@ def train(job: Job, progress: Progress) -> Progress:
         if progress.step == 0 or progress.evaluation_due:
             measured = _evaluate(job, progress.step)
             progress = dataclasses.replace(progress, evaluation_due=False)
+            if progress.step == 0 and not math.isfinite(measured.loss):
+                raise RunError(
+                    f"the validation loss is {measured.loss} before the first step: the weights that the run starts from hold NaN or "
+                    f"infinity, or overflow in --dtype {options.dtype}"
+                )
         all_tokens = total_steps * options.tokens_per_step
         bar = ProgressBar(all_tokens, "tokens", initial=progress.tokens, description="training", enabled=first_rank)
         while progress.step < last_step:
@@ -76,7 +81,7 @@ def train(job: Job, progress: Progress) -> Progress:
             result = job.engine.train_step(job.loader.micro_batches(progress.samples), lr, stop_requested=stop.requested)
             progress = _advance(progress, result, options)
             if not result.applied:
-                _report_skipped(progress, result)
+                _report_skipped(job, progress, result)
             if step % options.log_interval == 0 or step == total_steps:
                 _log_step(job, progress, result, lr, time.monotonic() - step_started)
             shown = {"loss": f"{result.loss:.4f}", "lr": f"{lr:.2e}", "grad_norm": f"{result.grad_norm:.3f}"}
@@ -96,12 +101,11 @@ def train(job: Job, progress: Progress) -> Progress:
     logger.info("step %d of %d after %s", progress.step, total_steps, format_seconds(time.monotonic() - started))
     if progress.finished(total_steps):
         measured = measured or job.evaluate()
-        _write_summary(job, progress, measured)
+        _write_summary(job, progress, measured if progress.updates else None)
+        if progress.updates == 0:
+            raise RunError(f"none of the {progress.step} steps had a finite loss and gradient: nothing was learnt; {_advice(options)}")
         if not math.isfinite(measured.loss):
-            raise RunError(
-                f"the run has ended with a validation loss of {measured.loss}: it has diverged; lower --lr, raise --warmup_fraction, or "
-                "try --dtype fp32, in a new --output_dir"
-            )
+            raise RunError(f"the run has ended with a validation loss of {measured.loss}: it has diverged; {_advice(options)}")
     return progress
 
 
@@ -125,7 +129,13 @@ def _advance(progress: Progress, result: StepResult, options: TrainOptions) -> P
     )
 
 
-def _report_skipped(progress: Progress, result: StepResult) -> None:
+def _advice(options: TrainOptions) -> str:
+    """What a user may try after a divergence."""
+    ways = ["lower --lr", "raise --warmup_fraction"] + (["try --dtype fp32"] if options.dtype != "fp32" else [])
+    return f"{', '.join(ways[:-1])} or {ways[-1]}, in a new --output_dir"
+
+
+def _report_skipped(job: Job, progress: Progress, result: StepResult) -> None:
     samples = result.bad_samples or "not known, as only the sum of the gradients overflowed"
     log_agreed(
         logger,
@@ -137,9 +147,10 @@ def _report_skipped(progress: Progress, result: StepResult) -> None:
         samples,
     )
     if progress.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+        _write_summary(job, progress, None)
         raise RunError(
             f"{MAX_SKIPPED_IN_A_ROW} steps in a row had a loss or gradient that is not finite, the last with samples {samples}; "
-            f"lower --lr, raise --warmup_fraction, or try --dtype fp32; the last checkpoint is untouched"
+            f"{_advice(job.options)}; checkpoints of earlier steps are untouched"
         )
 
 
@@ -169,12 +180,13 @@ def _evaluate(job: Job, step: int) -> Perplexity:
     return measured
 
 
-def _write_summary(job: Job, progress: Progress, measured: Perplexity) -> None:
+def _write_summary(job: Job, progress: Progress, measured: Perplexity | None) -> None:
+    """`measured` is None where a run has diverged before its end."""
     if dist.get_rank() > 0:
         return
     figures = {
-        "validation_loss": measured.loss,
-        "validation_perplexity": measured.token_perplexity,
-        "validation_tokens": measured.tokens,
+        "validation_loss": measured.loss if measured else math.nan,
+        "validation_perplexity": measured.token_perplexity if measured else math.nan,
+        "validation_tokens": measured.tokens if measured else 0,
     }
     write_json(job.run.summary_file, dataclasses.asdict(progress) | finite_or_none(figures))

@@ -25,6 +25,14 @@ Count = typing.NewType("Count", int)
 """A whole number that a user may write as 1e9, 1B or 300M."""
 
 
+_POSITIONAL = "positional"
+
+
+def positional():
+    """A required field of an options dataclass that is given by its place on the command line, without a name."""
+    return dataclasses.field(metadata={_POSITIONAL: True})
+
+
 _KINDS = {"float": "a finite number", "int": "a whole number", "bool": "yes or no"}
 
 
@@ -37,24 +45,35 @@ class _Parser(jsonargparse.ArgumentParser):
         line = " ".join(str(message).split())
         missing = re.fullmatch("the following arguments are required: (.+)", line)
         if missing:
-            line = " and ".join(f"--{name}" for name in missing[1].split(", ")) + " must be given"
+            line = " and ".join(self._typed_name(name) for name in missing[1].split(", ")) + " must be given"
         wrong_kind = re.fullmatch(r"""Parser key "(\w+)":? .*?Expected a <class '(\w+)'>.* (?:Got|Given) value: (.+)""", line)
         if wrong_kind:
             name, kind, value = wrong_kind.groups()
             line = f"--{name}={value} is not {_KINDS.get(kind, f'a {kind}')}"
         raise InputError(f"{line} (see --help)")
 
+    def _typed_name(self, name):
+        """As --help shows the argument `name`: --option, or PLACE."""
+        by_place = any(action.dest == name and not action.option_strings for action in self._actions)
+        return name.upper() if by_place else f"--{name}"
+
+
+def read_options_file(path: str | os.PathLike, option: str) -> dict:
+    """A YAML file of options by name, which the user has given as --`option`.  Raises InputError if it is not one."""
+    try:
+        options = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise InputError(f"--{option}={path} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(options, dict):
+        raise InputError(f"--{option}={path} must hold options by name, such as `seq_len: 1024`")
+    return options
+
 
 class _ConfigFile(jsonargparse.ActionConfigFile):
     """`--config`: a YAML file whose keys are options; one value may stand for a list of one."""
 
     def __call__(self, parser, cfg, values, option_string=None):
-        try:
-            options = yaml.safe_load(Path(values).read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise InputError(f"--config={values} cannot be read: {' '.join(str(error).split())}") from None
-        if not isinstance(options, dict):
-            raise InputError(f"--config={values} must hold options by name, such as `seq_len: 1024`")
+        options = read_options_file(values, "config")
         actions = {action.dest: action for action in parser._actions}
         for name, value in options.items():
             if name not in actions:
@@ -70,6 +89,7 @@ def parse_options(options_type, argv=None, *, prog=None, description=None):
     """Parse a command line into an instance of a frozen dataclass.
 
     Each field is an option of the same name; the string literal below a field is its help.  Fields without a default are required.
+    Fields made by `positional()` are given by place instead, in their order.
     `--config FILE.yaml` supplies values that later options override.  Where the dataclass has a class attribute `presets`, a function
     from the parsed options to values by name, those take the place of the defaults.
     Raises InputError for an unknown option, a missing one or a value of the wrong kind.
@@ -101,6 +121,9 @@ def _frozen(value):
 
 
 def _add_option(parser, field, hint, help_text):
+    if field.metadata.get(_POSITIONAL):
+        parser.add_argument(field.name, metavar=field.name.upper(), type=hint, help=help_text)
+        return
     default = field.default
     if default is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()

@@ -1,14 +1,17 @@
 """Runs of other commands, several at a time, that a second start does not repeat."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import json
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megahedge.utils.errors import RunError
-from megahedge.utils.files import read_json_object
+from megahedge.utils.errors import InputError, RunError
+from megahedge.utils.files import read_json_object, write_json
 from megahedge.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -36,32 +39,72 @@ class Job:
         return [*words, "--resume"] if (self.folder / "run.json").is_file() else words
 
     def summary(self) -> dict | None:
-        """Figures of the finished run; None where it is not finished."""
+        """Figures of the run where it has ended, by its budget or by divergence; None where it has not."""
         path = self.folder / "summary.json"
         return read_json_object(path) if path.is_file() else None
+
+    def beside(self, suffix: str) -> Path:
+        """A file that belongs to the run folder and lies next to it."""
+        return self.folder.with_name(self.folder.name + suffix)
+
+    def claim(self) -> None:
+        """Note the options with which the folder is made.  Raises InputError where it was made with others."""
+        record, now = self.beside(".options.json"), json.loads(json.dumps({"script": self.script.name} | self.options))
+        if not record.is_file():
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            write_json(record, now)
+            return
+        before = read_json_object(record)
+        changed = [name for name in before | now if before.get(name) != now.get(name)]
+        if changed:
+            pairs = ", ".join(f"{name} {before.get(name)} (now {now.get(name)})" for name in changed)
+            raise InputError(f"{self.folder} was made with {pairs}; use these again, or another --output_dir")
 
 
 def run_jobs(jobs: Sequence[Job], parallel: int = 1) -> list[dict]:
     """Run what is not finished, `parallel` at a time, output to `<folder>.log`; returns the summaries in the order of the jobs.
 
-    Raises RunError at the first that fails, with the last line that it printed, once those that run beside it have ended.
+    SIGTERM and Ctrl-C are passed on to the runs, which save and end.
+    Raises InputError, before anything runs, where a folder was made with other options, and RunError at the first run that fails, with
+    the last line that it printed, once those that run beside it have ended.
     """
-    with concurrent.futures.ThreadPoolExecutor(parallel) as pool:
-        futures = [pool.submit(_run, job) for job in jobs]
+    for job in jobs:
+        job.claim()
+    running: set[subprocess.Popen] = set()
+    with _passing_signals_on(running), concurrent.futures.ThreadPoolExecutor(parallel) as pool:
+        futures = [pool.submit(_run, job, running) for job in jobs]
         try:
             return [future.result() for future in futures]
-        except RunError:
+        except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
 
 
-def _run(job: Job) -> dict:
+@contextlib.contextmanager
+def _passing_signals_on(running: set[subprocess.Popen]) -> Iterator[None]:
+    def stop(number, frame):
+        for process in list(running):
+            process.send_signal(signal.SIGTERM)
+        raise RunError(f"stopped by {signal.Signals(number).name}; what is unfinished goes on at the next start")
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run(job: Job, running: set[subprocess.Popen]) -> dict:
     if job.summary() is None:
-        log = job.folder.with_name(f"{job.folder.name}.log")
-        log.parent.mkdir(parents=True, exist_ok=True)
+        log = job.beside(".log")
         logger.info("running %s (output in %s)", job.folder, log)
         with log.open("a", encoding="utf-8") as handle:
-            status = subprocess.run(job.command(), stdout=handle, stderr=subprocess.STDOUT).returncode
+            # in a session of its own: a Ctrl-C reaches it once, through us
+            process = subprocess.Popen(job.command(), stdout=handle, stderr=subprocess.STDOUT, start_new_session=True)
+            running.add(process)
+            status = process.wait()
+            running.discard(process)
         if job.summary() is None:  # one that has diverged has figures, and a status of 1
             lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["(no output)"]
             raise RunError(f"{job.folder} ended with status {status}: {lines[-1].strip()} (all of it in {log})")

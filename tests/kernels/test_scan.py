@@ -242,6 +242,11 @@ def test_shapes_that_do_not_fit_are_refused(changed, message):
         scan(**arguments(Case("head", "shared")) | changed)
 
 
+def test_a_step_whose_shapes_do_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"C and B are \[b, h, n\] and V \[b, h, p\], not \[2, 2, 6\], \[2, 2, 7\], \[2, 2, 5\]"):
+        scan_step(torch.ones(2, 2, 6), torch.ones(2, 2, 7), torch.ones(2, 2, 5))
+
+
 def test_every_structure_has_a_backend_that_is_faster_than_the_reference():
     assert {case.structure for _, case in with_backends(GRID)} == set(STRUCTURES)
     assert list(BACKENDS)[-1] == "reference"

@@ -16,6 +16,7 @@ from tests.stages.runs import (
     write_moved,
     write_other_probe,
     write_other_teacher,
+    write_unfinished,
 )
 from tests.training.runs import ds_config
 from tests.worlds import Worlds
@@ -120,6 +121,8 @@ def _special(inputs: Path) -> list[StageRun]:
 
     return [
         run("moved-on", resumes="tuned-2-zero1", prepare=write_moved, stop_after=None, **moved),
+        run("stage-1-gone", resumes="tuned-2-zero1", stop_after=None, init_from="gone"),
+        run("unfinished-start", prepare=write_unfinished, init_from="unfinished"),
         run("no-stage-1", **no_stage1),
         run("rates-set", decay_init=0.25, lr=1e-9, lr_new=1e-9),
         *(run(f"mutant-{mutant}", mutant=mutant) for mutant in MUTANTS),

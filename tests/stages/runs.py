@@ -166,6 +166,12 @@ def write_other_teacher(folder: Path) -> None:
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
 
 
+def write_unfinished(folder: Path) -> None:
+    """A run of stage 1 that was stopped before its end."""
+    shutil.copytree(folder / "tuned-1-zero1", folder / "unfinished")
+    (folder / "unfinished" / "summary.json").unlink()
+
+
 def write_moved(folder: Path) -> None:
     """`moved`: copies of the teacher and of the run `tuned-1-zero1`."""
     shutil.copytree(folder / TEACHER, folder / "moved" / "teacher")

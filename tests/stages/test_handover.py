@@ -36,6 +36,15 @@ def test_the_hand_over_is_proven_and_said(name, made):
     assert float(proof(made, name).split("KL ")[1].split()[0]) <= 1e-8
 
 
+def test_the_start_is_told_and_a_stage_1_that_has_not_ended_warned_of(made):
+    made("unfinished-start")
+    log = made.outcomes["unfinished-start"].log
+    assert any(f"unfinished has not ended; stage 2 starts from its step {STEPS}" in line for line in log)
+    assert any(line.startswith("start ") and f"step {STEPS} of stage1" in line for line in log)
+    made("tuned-2-zero1")
+    assert not any("has not ended" in line for line in made.outcomes["tuned-2-zero1"].log)
+
+
 def test_bf16_runs_are_proven_in_fp32(made):
     """In bf16 no two models would agree to 1e-8; this one starts from a stage 1 that was trained in fp32."""
     assert proof(made, "tuned-2-zero3-bf16") == proof(made, "tuned-2-zero1")

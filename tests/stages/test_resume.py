@@ -20,6 +20,14 @@ def test_a_run_resumes_exactly_when_teacher_and_stage_1_have_moved(made):
     assert json.loads((made("moved-on") / "run.json").read_text())["options"]["teacher"].endswith("moved/teacher")
 
 
+def test_a_run_goes_on_without_the_folder_of_stage_1(made):
+    """Its own checkpoints hold everything; what stage 1 has become does not matter either."""
+    assert made.outcomes["tuned-2-zero1"].error is None
+    assert_same_end(made("stage-1-gone"), made("tuned-2-zero1"), STEPS)
+    origin, before = (json.loads((made(name) / "run.json").read_text())["origin"] for name in ("stage-1-gone", "tuned-2-zero1"))
+    assert origin == before
+
+
 @pytest.mark.parametrize(
     ("name", "unbroken"), [("other-teacher-resumed", "tuned-2-zero1"), ("other-teacher-stage-1-resumed", "tuned-1-zero1")]
 )

@@ -10,6 +10,7 @@ from tests.training.runs import (
     PretrainReleased,
     PretrainWithOddMetrics,
     PretrainWithoutEnd,
+    PretrainWithoutStart,
     PretrainWithUnusedParameter,
     Run,
     arguments,
@@ -99,6 +100,7 @@ def _fast_one(inputs: Path) -> list[Run]:
     runs.append(Run("trained-on", {"init_from": str(inputs / "zero1" / "hf"), "model_config": None, "stop_after": 2}))
     runs.append(Run("moving-start", {"run": "moving", "ds_config": ds_config("zero3"), "stop_after": 6}))
     runs.append(Run("diverged", {}, stage=PretrainWithoutEnd, expected_error="it has diverged"))
+    runs.append(Run("broken-start", {}, stage=PretrainWithoutStart, expected_error="nan before the first step"))
     runs += [*_halves("zero1"), *_halves("zero3"), *_bf16("zero1"), *_bf16("zero3")]
     for name in ("zero1", "zero3"):
         runs.append(

@@ -222,7 +222,21 @@ class PretrainReleased(Pretrain):
 
 
 class PretrainWithoutEnd(Pretrain):
-    """Pretraining whose evaluations find no number."""
+    """Pretraining whose evaluations find no number once a step was taken."""
+
+    begun = False
+
+    def loss(self, tokens, labels):
+        self.begun = True
+        return super().loss(tokens, labels)
+
+    def token_losses(self, tokens, labels):
+        losses = super().token_losses(tokens, labels)
+        return losses * float("nan") if self.begun else losses
+
+
+class PretrainWithoutStart(Pretrain):
+    """Pretraining from weights with which nothing is a number."""
 
     def token_losses(self, tokens, labels):
         return super().token_losses(tokens, labels) * float("nan")

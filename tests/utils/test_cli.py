@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from megahedge.config.options import DataOptions
-from megahedge.evaluation.generation import GenerateOptions
-from megahedge.utils.cli import Count, field_docs, parse_options, run_main
+from megahedge.data.preprocess import PreprocessConfig
+from megahedge.utils.cli import Count, field_docs, parse_options, positional, run_main
 from megahedge.utils.errors import InputError, RunError
 
 
@@ -177,5 +177,34 @@ def test_a_bad_config_file_is_refused_by_name(tmp_path, content, said):
 
 
 def test_missing_options_are_named_as_they_are_typed():
-    with pytest.raises(InputError, match=r"^--model and --prompt must be given"):
-        parse_options(GenerateOptions, [])
+    with pytest.raises(InputError, match=r"^--output_prefix and --tokenizer must be given"):
+        parse_options(PreprocessConfig, [])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Places:
+    source: str = positional()
+    """Where from."""
+    count: int = positional()
+    """How many."""
+    quick: bool = True
+    """Hurry."""
+
+
+def test_fields_may_be_given_by_their_place(capsys):
+    def parse_places(*words):
+        return parse_options(Places, list(words), prog="prog")
+
+    assert parse_places("a", "3") == parse_places("--quick", "a", "3") == Places(source="a", count=3)
+    assert parse_places("a", "--no_quick", "3") == Places(source="a", count=3, quick=False)
+    for words, said in (
+        ([], "^SOURCE and COUNT must be given"),
+        (["a"], "^COUNT must be given"),
+        (["a", "b"], "'?b'?"),
+        (["a", "3", "c"], "c"),
+    ):
+        with pytest.raises(InputError, match=said):
+            parse_places(*words)
+    with pytest.raises(SystemExit):
+        parse_places("--help")
+    assert "SOURCE" in capsys.readouterr().out

@@ -2,12 +2,15 @@
 
 import importlib
 import json
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from megahedge.utils.errors import RunError
+from megahedge.utils.errors import InputError, RunError
 from megahedge.utils.jobs import Job, run_jobs
 
 SCRIPT = """
@@ -51,6 +54,40 @@ def test_a_failed_job_is_told_and_gone_on_with(job):
         run_jobs([failing])
     assert run_jobs([failing]) == [{"validation_loss": 2.0}]
     assert starts(failing) == ["--fail", "--fail --resume"]
+
+
+def test_a_folder_made_with_other_options_is_not_taken_for_this_one(job):
+    run_jobs([job("a", lr=0.1, seq_len=64)])
+    with pytest.raises(InputError, match=r"a was made with seq_len 64 \(now 32\); use these again, or another --output_dir"):
+        run_jobs([job("b"), job("a", lr=0.1, seq_len=32)])
+    assert not job("b").folder.exists()
+
+
+def test_a_stopped_start_stops_what_it_runs(job, tmp_path):
+    """And the next start goes on with it."""
+    (tmp_path / "script.py").write_text(
+        "import pathlib, signal, sys, time\n"
+        "folder = pathlib.Path(sys.argv[sys.argv.index('--output_dir') + 1])\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit((folder / 'stopped').write_text('') and 0))\n"
+        "folder.mkdir(); (folder / 'run.json').write_text('{}'); time.sleep(60)\n"
+    )
+    one = job("a")
+    code = "import pathlib, sys; from megahedge.utils.jobs import Job, run_jobs; "
+    code += "script, folder = map(pathlib.Path, sys.argv[1:]); run_jobs([Job(script, {}, folder)])"
+    start = [sys.executable, "-c", code, str(one.script), str(one.folder)]
+    with subprocess.Popen(start, stderr=subprocess.PIPE, text=True) as process:
+        wait_for(one.folder / "run.json")
+        process.send_signal(signal.SIGTERM)
+        assert "stopped by SIGTERM; what is unfinished goes on at the next start" in process.stderr.read()
+    assert (one.folder / "stopped").exists()
+    assert one.command()[-1] == "--resume"
+
+
+def wait_for(path: Path, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} has not come"
+        time.sleep(0.05)
 
 
 def test_a_job_that_ends_without_its_figures_has_failed(job, tmp_path):
