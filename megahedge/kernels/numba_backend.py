@@ -2,7 +2,9 @@
 
 # b batch, t seq_len, h num_local_heads, n state_size, p head_dim
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from types import ModuleType
 
 import torch
@@ -64,8 +66,9 @@ class _CompiledScan(torch.autograd.Function):
         ctx.save_for_backward(C, B, x, u, step, rate, resets, h, z)
         ctx.by_state = by_state
         numerator, denominator, h, z = torch.empty_like(x), torch.empty_like(x), h.clone(), z.clone()
-        sweeps = _threaded(load_sweeps())
-        sweeps.forward(sweeps.Inputs(*_arrays(C, B, x, u, step, rate, resets), by_state), *_arrays(h, z, numerator, denominator))
+        with _threads_of_torch() as sweeps:
+            inputs = sweeps.Inputs(*_arrays(C, B, x, u, step, rate, resets), by_state)
+            sweeps.forward(inputs, *_arrays(h, z, numerator, denominator))
         own = (C * B).sum(dim=-1, keepdim=True)  # a token reads itself apart from what it keeps, as in loop.py
         return numerator.addcmul_(own, x), denominator.addcmul_(own, u), h, z
 
@@ -79,11 +82,11 @@ class _CompiledScan(torch.autograd.Function):
         grads = [torch.zeros_like(tensor) for tensor in (C, B, x, u, h, step)]
         grads.append(step.new_zeros(step.shape[0], num_stretches, *step.shape[2:]))
         elapsed, grad_step = torch.empty_like(step), torch.empty_like(step)
-        sweeps = _threaded(load_sweeps())
-        inputs = sweeps.Inputs(*_arrays(C, B, x, u, step, rate, resets), ctx.by_state)
-        slopes = sweeps.Slopes(*_arrays(grad_numerator, grad_denominator, adjoint_h, adjoint_z))
-        gradients = sweeps.Gradients(*_arrays(*grads))
-        sweeps.backward(inputs, slopes, *_arrays(h, z), CHECKPOINT_INTERVAL, *_arrays(elapsed), gradients, *_arrays(grad_step))
+        with _threads_of_torch() as sweeps:
+            inputs = sweeps.Inputs(*_arrays(C, B, x, u, step, rate, resets), ctx.by_state)
+            slopes = sweeps.Slopes(*_arrays(grad_numerator, grad_denominator, adjoint_h, adjoint_z))
+            gradients = sweeps.Gradients(*_arrays(*grads))
+            sweeps.backward(inputs, slopes, *_arrays(h, z), CHECKPOINT_INTERVAL, *_arrays(elapsed), gradients, *_arrays(grad_step))
         grad_C, grad_B, grad_x, grad_u, grad_rate, *_ = grads
         own = (grad_numerator * x + grad_denominator * u).sum(dim=-1, keepdim=True)
         products = (C * B).sum(dim=-1, keepdim=True)
@@ -103,10 +106,14 @@ class _CompiledScan(torch.autograd.Function):
         )
 
 
-def _threaded(sweeps: ModuleType) -> ModuleType:
-    """Give numba as many threads as torch has."""
-    sweeps.numba.set_num_threads(max(1, min(torch.get_num_threads(), sweeps.numba.config.NUMBA_NUM_THREADS)))
-    return sweeps
+@contextlib.contextmanager
+def _threads_of_torch() -> Iterator[ModuleType]:
+    """The sweeps, run by as many threads as torch has; numba's own start sets the number that torch has, which is put back."""
+    sweeps, threads = load_sweeps(), torch.get_num_threads()
+    sweeps.numba.set_num_threads(max(1, min(threads, sweeps.numba.config.NUMBA_NUM_THREADS)))
+    yield sweeps
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
 
 
 def _arrays(*tensors: Tensor) -> list:

@@ -99,37 +99,34 @@ def _choose_exp(x):
     return lambda x: math.exp(x)
 
 
-@_inner
-def _set_decays(decay, inputs, b, t, h, p):
-    """decay[n] = exp(-rate * step) of one token and lane."""
-    rate, step = inputs.rate[h, p], inputs.step[b, t, h]
-    if inputs.resets[b, t]:
-        for n in range(len(decay)):
-            decay[n] = 0
-    elif inputs.by_state:
-        for n in range(len(decay)):
-            decay[n] = _exp(-rate[n] * step[n])
-    else:
-        one = step[p]
-        for n in range(len(decay)):
-            decay[n] = _exp(-rate[n] * one)
+# The vectoriser gives up on a loop that writes to several arrays which may overlap.  Arrays made in the same function cannot, so each sweep
+# works on rows of its own, made by np.zeros, and copies in and out.
 
 
 @_inner
-def _scan_lane(inputs, b, h, p, state, total, numerator, denominator):
-    C, B, x, u = inputs.C, inputs.B, inputs.x, inputs.u
-    decay = np.empty_like(state)
+def _scan_lane(inputs, b, h, p, states, totals, numerator, denominator):
+    C, B, x, u, by_state = inputs.C, inputs.B, inputs.x, inputs.u, inputs.by_state
+    state_size, rate = C.shape[3], inputs.rate[h, p]
+    state, total, step = np.zeros(state_size, C.dtype), np.zeros(state_size, C.dtype), np.zeros(state_size, C.dtype)
+    state[:], total[:] = states[b, h, p], totals[b, h, p]
     for t in range(C.shape[1]):
-        _set_decays(decay, inputs, b, t, h, p)
+        if inputs.resets[b, t]:
+            state[:], total[:] = 0, 0
+        if by_state:
+            step[:] = inputs.step[b, t, h]
+        else:
+            step[:] = inputs.step[b, t, h, p]
         queries, keys, new, unit = C[b, t, h], B[b, t, h], x[b, t, h, p], u[b, t, h, p]
         read, read_total = C.dtype.type(0), C.dtype.type(0)
-        for n in range(len(state)):
-            kept, kept_total = decay[n] * state[n], decay[n] * total[n]
+        for n in range(state_size):
+            decay = _exp(-rate[n] * step[n])
+            kept, kept_total = decay * state[n], decay * total[n]
             read += queries[n] * kept
             read_total += queries[n] * kept_total
             state[n] = kept + keys[n] * new
             total[n] = kept_total + keys[n] * unit
         numerator[b, t, h, p], denominator[b, t, h, p] = read, read_total
+    states[b, h, p], totals[b, h, p] = state, total
 
 
 @_over_lanes
@@ -138,7 +135,7 @@ def forward(inputs, state, total, numerator, denominator):
     num_sequences, num_heads, head_dim, _ = state.shape
     for lane in numba.prange(num_sequences * num_heads * head_dim):
         b, h, p = lane // (num_heads * head_dim), lane // head_dim % num_heads, lane % head_dim
-        _scan_lane(inputs, b, h, p, state[b, h, p], total[b, h, p], numerator, denominator)
+        _scan_lane(inputs, b, h, p, state, total, numerator, denominator)
 
 
 @_inner
@@ -156,70 +153,93 @@ def _sum_steps(step, resets, b, h, interval, elapsed):
 
 
 @_inner
-def _sweep_forwards(inputs, slopes, elapsed, b, h, p, state, total, interval, checkpoints, gradients):
+def _sweep_forwards(inputs, slopes, elapsed, b, h, p, states, totals, interval, checkpoints, gradients):
     """The states of a lane again, kept in checkpoints [s, 2, n] after each stretch, and all that follows from them."""
-    seq_len, rate, grad_rate = inputs.C.shape[1], inputs.rate[h, p], gradients.rate[b, h, p]
-    decay = np.empty_like(state)
+    C, B, x, u, by_state = inputs.C, inputs.B, inputs.x, inputs.u, inputs.by_state
+    seq_len, state_size, rate = C.shape[1], C.shape[3], inputs.rate[h, p]
+    state, total, step = np.zeros(state_size, C.dtype), np.zeros(state_size, C.dtype), np.zeros(state_size, C.dtype)
+    since, rated, grad_rate = np.zeros(state_size, C.dtype), np.zeros(state_size, C.dtype), np.zeros(state_size, C.dtype)
+    state[:], total[:] = states[b, h, p], totals[b, h, p]
     for t in range(seq_len):
-        _set_decays(decay, inputs, b, t, h, p)
-        queries, keys, new, unit = inputs.C[b, t, h], inputs.B[b, t, h], inputs.x[b, t, h, p], inputs.u[b, t, h, p]
-        slope, slope_total = slopes.numerator[b, t, h, p], slopes.denominator[b, t, h, p]
-        since, rated, grad_queries = elapsed[b, t, h], gradients.rated[b, t, h], gradients.C[b, t, h]
-        for n in range(len(state)):
-            kept, kept_total = decay[n] * state[n], decay[n] * total[n]
+        if inputs.resets[b, t]:
+            state[:], total[:] = 0, 0
+        if by_state:
+            step[:], since[:] = inputs.step[b, t, h], elapsed[b, t, h]
+        else:
+            step[:], since[:] = inputs.step[b, t, h, p], elapsed[b, t, h, p]
+        queries, keys, new, unit = C[b, t, h], B[b, t, h], x[b, t, h, p], u[b, t, h, p]
+        slope, slope_total, grad_queries = slopes.numerator[b, t, h, p], slopes.denominator[b, t, h, p], gradients.C[b, t, h]
+        for n in range(state_size):
+            decay = _exp(-rate[n] * step[n])
+            kept, kept_total = decay * state[n], decay * total[n]
             state[n] = kept + keys[n] * new
             total[n] = kept_total + keys[n] * unit
             part = slope * kept + slope_total * kept_total
             grad_queries[n] += part
-            decay[n] = part * queries[n]  # used up; from here it holds the token's term of q
-        _add_terms(decay, rate, since, grad_rate, rated, p, inputs.by_state, 1)
+            term = part * queries[n]
+            grad_rate[n] -= since[n] * term
+            rated[n] = rate[n] * term
+        _add_rated(gradients.rated, b, t, h, p, by_state, rated)
         if _ends_stretch(t, seq_len, interval):
             checkpoints[t // interval, 0], checkpoints[t // interval, 1] = state, total
+    gradients.rate[b, h, p] = grad_rate
 
 
 @_inner
 def _sweep_backwards(inputs, slopes, elapsed, b, h, p, interval, checkpoints, gradients):
     """The adjoint states of a lane, and all that follows from them."""
-    seq_len, rate, grad_rate = inputs.C.shape[1], inputs.rate[h, p], gradients.rate[b, h, p]
-    adjoint, adjoint_total = slopes.h[b, h, p], slopes.z[b, h, p]
-    decay, terms = np.empty_like(adjoint), np.empty_like(adjoint)
-    for t in range(seq_len - 1, -1, -1):
-        since = elapsed[b, t, h]
+    C, B, x, u, by_state = inputs.C, inputs.B, inputs.x, inputs.u, inputs.by_state
+    seq_len, state_size, rate = C.shape[1], C.shape[3], inputs.rate[h, p]
+    adjoint, adjoint_total, step = np.zeros(state_size, C.dtype), np.zeros(state_size, C.dtype), np.zeros(state_size, C.dtype)
+    since, rated, grad_rate = np.zeros(state_size, C.dtype), np.zeros(state_size, C.dtype), np.zeros(state_size, C.dtype)
+    adjoint[:], adjoint_total[:], grad_rate[:] = slopes.h[b, h, p], slopes.z[b, h, p], gradients.rate[b, h, p]
+    # As a descending range the vectorised loop would not be run: its check for overlaps, made once for all tokens, wants them ascending.
+    for t in np.arange(seq_len)[::-1]:
+        if by_state:
+            step[:], since[:] = inputs.step[b, t, h], elapsed[b, t, h]
+        else:
+            step[:], since[:] = inputs.step[b, t, h, p], elapsed[b, t, h, p]
         if _ends_stretch(t, seq_len, interval):
-            state, total = checkpoints[t // interval]
-            for n in range(len(terms)):
-                terms[n] = adjoint[n] * state[n] + adjoint_total[n] * total[n]
-            _add_terms(terms, rate, since, grad_rate, gradients.ends[b, t // interval, h], p, inputs.by_state, 1)
-        _set_decays(decay, inputs, b, t, h, p)
-        queries, keys, new, unit = inputs.C[b, t, h], inputs.B[b, t, h], inputs.x[b, t, h, p], inputs.u[b, t, h, p]
+            state, total = checkpoints[t // interval, 0], checkpoints[t // interval, 1]
+            for n in range(state_size):
+                term = adjoint[n] * state[n] + adjoint_total[n] * total[n]
+                grad_rate[n] -= since[n] * term
+                rated[n] = rate[n] * term
+            _add_rated(gradients.ends, b, t // interval, h, p, by_state, rated)
+        queries, keys, new, unit = C[b, t, h], B[b, t, h], x[b, t, h, p], u[b, t, h, p]
         slope, slope_total, grad_keys = slopes.numerator[b, t, h, p], slopes.denominator[b, t, h, p], gradients.B[b, t, h]
-        grad_new, grad_unit = adjoint.dtype.type(0), adjoint.dtype.type(0)
-        for n in range(len(terms)):
+        grad_new, grad_unit = C.dtype.type(0), C.dtype.type(0)
+        for n in range(state_size):
+            decay = _exp(-rate[n] * step[n])
             grad_new += keys[n] * adjoint[n]
             grad_unit += keys[n] * adjoint_total[n]
             part = adjoint[n] * new + adjoint_total[n] * unit
             grad_keys[n] += part
-            terms[n] = part * keys[n]
-            adjoint[n] = decay[n] * (adjoint[n] + queries[n] * slope)
-            adjoint_total[n] = decay[n] * (adjoint_total[n] + queries[n] * slope_total)
+            term = part * keys[n]
+            grad_rate[n] += since[n] * term
+            rated[n] = -rate[n] * term
+            adjoint[n] = decay * (adjoint[n] + queries[n] * slope)
+            adjoint_total[n] = decay * (adjoint_total[n] + queries[n] * slope_total)
         gradients.x[b, t, h, p], gradients.u[b, t, h, p] = grad_new, grad_unit
-        _add_terms(terms, rate, since, grad_rate, gradients.rated[b, t, h], p, inputs.by_state, -1)
+        _add_rated(gradients.rated, b, t, h, p, by_state, rated)
+        if inputs.resets[b, t]:
+            adjoint[:], adjoint_total[:] = 0, 0
+    gradients.rate[b, h, p] = grad_rate
+    slopes.h[b, h, p], slopes.z[b, h, p] = adjoint, adjoint_total
 
 
 @_inner
-def _add_terms(terms, rate, since, grad_rate, rated, p, by_state, sign):
-    """Add terms of q, times the sign, to the gradient of the rate (by -elapsed) and to rate * q."""
+def _add_rated(rated, b, t, h, p, by_state, row):
+    """Add rate * q of one lane to that of its head, or of its own."""
     if by_state:
-        for n in range(len(terms)):
-            term = sign * terms[n]
-            grad_rate[n] -= since[n] * term
-            rated[n] += rate[n] * term
+        here = rated[b, t, h]
+        for n in range(len(row)):
+            here[n] += row[n]
     else:
-        one, total = sign * since[p], terms.dtype.type(0)
-        for n in range(len(terms)):
-            grad_rate[n] -= one * terms[n]
-            total += rate[n] * terms[n]
-        rated[p] += sign * total
+        total = row.dtype.type(0)
+        for n in range(len(row)):
+            total += row[n]
+        rated[b, t, h, p] += total
 
 
 @_inner
@@ -244,7 +264,6 @@ def backward(inputs, slopes, state, total, interval, elapsed, gradients, grad_st
         _sum_steps(inputs.step, inputs.resets, b, h, interval, elapsed)
         checkpoints = np.empty((gradients.ends.shape[1], 2, state_size), state.dtype)
         for p in range(head_dim):
-            states = state[b, h, p].copy(), total[b, h, p].copy()
-            _sweep_forwards(inputs, slopes, elapsed, b, h, p, *states, interval, checkpoints, gradients)
+            _sweep_forwards(inputs, slopes, elapsed, b, h, p, state, total, interval, checkpoints, gradients)
             _sweep_backwards(inputs, slopes, elapsed, b, h, p, interval, checkpoints, gradients)
         _sum_rated(gradients, inputs.resets, b, h, interval, grad_step)

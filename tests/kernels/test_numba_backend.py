@@ -1,5 +1,6 @@
 """The compiled backend beside what all backends promise: optional, threaded as torch is, and honest about what is not finite."""
 
+import subprocess
 import sys
 
 import pytest
@@ -56,6 +57,16 @@ def test_its_threads_are_as_many_as_those_of_torch():
         for threads in range(1, min(2, numba.config.NUMBA_NUM_THREADS) + 1):
             torch.set_num_threads(threads)
             scan(**arguments(), backend="numba")
-            assert numba.get_num_threads() == threads
+            assert numba.get_num_threads() == torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
+
+
+def test_its_first_call_leaves_torch_its_threads():
+    """In a process of its own, since numba's threads start once."""
+    code = (
+        "import torch; from megahedge.kernels import scan; torch.set_num_threads(1); x = torch.ones(1, 2, 1, 2); "
+        "scan(x, x, x, x, torch.ones(1, 2, 2), step_axis='channel', backend='numba'); print(torch.get_num_threads())"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert shown.stdout.strip() == "1", shown.stderr
