@@ -35,9 +35,9 @@ setup(
         "cuda": ["mamba-ssm", "causal-conv1d"],
         "triton": ["triton"],
         "cpu": ["numba"],
-        "eval": ["lm-eval", "accelerate"],
+        "eval": ["lm-eval>=0.4.13"],
         "sentencepiece": ["sentencepiece"],
         "wandb": ["wandb"],
-        "dev": ["numba", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "wandb"],
+        "dev": ["lm-eval>=0.4.13", "accelerate", "numba", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "wandb"],
     },
 )

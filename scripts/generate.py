@@ -1,19 +1,52 @@
-"""Go on from a prompt with a run, a Hugging Face folder or a hub model.
+"""Go on from a prompt with a run, an exported model, a Hugging Face folder or a hub model.
 
-python scripts/generate.py --model runs/stage2-pythia-1b-paper --prompt "The harbour was"
+python scripts/generate.py --model runs/stage2-pythia-1b-paper --prompt "The harbour was" --compare_teacher
+
+Without --prompt it reads prompts from the terminal, a line each, until the end of the input (Ctrl-D).
 """
 
-from megahedge.evaluation.generation import GenerateOptions, generate
+import sys
+from collections.abc import Iterator
+
+from megahedge.evaluation.generation import GenerateOptions, Writer, writers
 from megahedge.utils.cli import parse_options, run_main
+from megahedge.utils.errors import InputError
 
 
 def main() -> None:
     """Entry point."""
     options = parse_options(GenerateOptions, prog="generate.py", description="Let a language model go on from a prompt.")
-    print(options.prompt, end="", flush=True)
-    for piece in generate(options):
-        print(piece, end="", flush=True)
-    print()
+    models = list(writers(options))
+    if options.prompt is not None:
+        answer(options.prompt, models)
+        return
+    for prompt in read_prompts():
+        try:
+            answer(prompt, models)
+        except InputError as error:  # the next prompt may fit
+            print(f"error: {error}", file=sys.stderr)
+
+
+def answer(prompt: str, models: list[Writer]) -> None:
+    """Print the prompt and what each model adds to it, as it comes."""
+    for model in models:
+        if len(models) > 1:
+            print(f"--- {model.name}")
+        print(prompt, end="", flush=True)
+        model.write(prompt, lambda piece: print(piece, end="", flush=True))
+        print()
+
+
+def read_prompts() -> Iterator[str]:
+    """Lines that are not empty; a terminal is asked for each."""
+    while True:
+        if sys.stdin.isatty():
+            print("prompt> ", end="", flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.rstrip("\n")
 
 
 if __name__ == "__main__":

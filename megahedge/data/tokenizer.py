@@ -23,13 +23,18 @@ def load_tokenizer(name: str, revision: str | None = None, *, option: str | None
         _check_folder(Path(name), given)
     elif not name.strip() or os.path.exists(name):
         raise InputError(f"{given} is no folder; give a folder with tokenizer.json, or the name of a model on the Hugging Face hub")
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # it warns of model types that it does not know, a student's among them
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, revision=revision)
+        # False, and not None, at which transformers asks on the terminal whether to run code that lies with the model
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
     except Exception as error:  # damaged files fail in whatever way their contents lead to, and the hub's client has errors of its own
         if not os.path.isdir(name):
             raise InputError(f"{given} is no folder here, and the Hugging Face hub gave no tokenizer of that name") from None
         reason = " ".join(str(error).split())
         raise InputError(f"{given} holds a tokenizer that cannot be read ({type(error).__name__}: {reason})") from None
+    finally:
+        transformers.logging.set_verbosity(verbosity)
     if not tokenizer.is_fast:
         raise InputError(f"{given} has no fast version (tokenizer.json), which preprocessing needs")
     return tokenizer

@@ -1,15 +1,22 @@
-"""Text that a model writes, token by token."""
-
-# t tokens so far, v vocab_size
+"""Text that models write, by transformers' generate(): a student's every token costs the same, however long the text is."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
-from torch import Tensor
+import transformers
 
-from megahedge.evaluation.models import open_model
+from megahedge.evaluation.models import open_hf_model, teacher_of
+from megahedge.export.to_hf import MODEL_TYPE
 from megahedge.utils.errors import InputError
+from megahedge.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+MIN_TEMPERATURE = 1e-3
+"""Logits divided by less could overflow fp32, and would give the likeliest token all the same."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,8 +25,12 @@ class GenerateOptions:
 
     model: str
     """Run folder, one of its checkpoints, Hugging Face folder, or hub name."""
-    prompt: str
-    """Text to go on from."""
+    prompt: str | None = None
+    """Text to go on from; without it prompts are read, a line each."""
+    compare_teacher: bool = False
+    """Let the teacher of the model go on from the same text."""
+    teacher: str | None = None
+    """Folder or hub name of the teacher to compare with, where it is no longer where the run found it."""
     max_new_tokens: int = 100
     """Most tokens to write; the end of a document ends it earlier."""
     temperature: float = 0.8
@@ -29,15 +40,17 @@ class GenerateOptions:
     top_p: float = 0.95
     """Sample among the fewest likeliest tokens of this probability together (1: all)."""
     seed: int = 1234
-    """Seed of the sampling."""
+    """Seed of the sampling, set anew for each prompt and model."""
     dtype: str = "fp32"
     """Precision of parameters and activations: fp32 or bf16."""
-    implementation: str = "auto"
-    """Whose forward pass runs a Hugging Face folder: megahedge, transformers, or auto (megahedge for the families that it knows)."""
 
     def __post_init__(self):
-        if not self.prompt:
+        if self.prompt == "":
             raise InputError("--prompt='' is empty; give some text to go on from")
+        if self.prompt is not None and not _is_text(self.prompt):
+            raise InputError(f"--prompt={self.prompt!r} is not valid UTF-8")
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise InputError(f"--temperature={self.temperature} is too small to divide by; use 0 for the likeliest token")
         for name, least in (("max_new_tokens", 1), ("temperature", 0.0), ("top_k", 0), ("seed", 0)):
             if not least <= getattr(self, name) < float("inf"):
                 raise InputError(f"--{name}={getattr(self, name)} must be finite and at least {least}")
@@ -45,49 +58,78 @@ class GenerateOptions:
             raise InputError(f"--top_p={self.top_p} must lie above 0 and be at most 1")
 
 
-def generate(options: GenerateOptions) -> Iterator[str]:
-    """Pieces of text as they are written, the prompt not among them.
+def _is_text(text: str) -> bool:
+    """Whether it is free of the lone surrogates by which Python shows bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
-    Every token costs a forward pass over all tokens so far.
-    Raises InputError for a model that cannot be had, or has no tokenizer.
-    """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = open_model(options.model, options.implementation, options.dtype, device)
-    tokenizer = model.tokenizer
-    if tokenizer is None:
-        raise InputError(f"--model={options.model} has no tokenizer with it, so no text can be read or written")
-    prompt = torch.tensor([tokenizer.encode(options.prompt, add_special_tokens=False)], device=device)
-    if prompt.numel() == 0:
-        raise InputError(f"--prompt={options.prompt!r} has no tokens")
-    written, text = [], ""
-    for token in sample(model.logits, prompt, options):
-        if token == tokenizer.eos_token_id:
+
+class Writer:
+    """A model that goes on from text."""
+
+    def __init__(self, name: str | os.PathLike, options: GenerateOptions):
+        """Raises InputError for a model that cannot be had, or has no tokenizer."""
+        self.name, self.options = os.fspath(name), options
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model, self.tokenizer = open_hf_model(name, options.dtype, self.device)
+        if self.tokenizer is None:
+            raise InputError(f"--model={name} has no tokenizer with it, so no text can be read or written")
+
+    def write(self, prompt: str, show: Callable[[str], None]) -> str:
+        """Go on from a prompt; the new text, which `show` gets piece by piece as well.
+
+        Raises InputError where there is no room for a token after the prompt.
+        """
+        tokens = self.tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids.to(self.device)
+        if tokens.numel() == 0:
+            raise InputError(f"--prompt={prompt!r} has no tokens")
+        self._check_room(tokens.shape[1])
+        stream = _Stream(self.tokenizer, show)
+        transformers.set_seed(self.options.seed)
+        self.model.generate(tokens, attention_mask=torch.ones_like(tokens), streamer=stream, **self._sampling())
+        return "".join(stream.pieces)
+
+    def _check_room(self, prompt_tokens: int) -> None:
+        """A softmax model has no position beyond its last; a student has no last."""
+        config = self.model.config
+        most = getattr(config, "max_position_embeddings", None)
+        wanted = prompt_tokens + self.options.max_new_tokens
+        if most is None or wanted <= most:
             return
-        written.append(token)
-        now = tokenizer.decode(written)
-        if now.endswith("\N{REPLACEMENT CHARACTER}"):  # in the middle of a character of several bytes
-            continue
-        yield now[len(text) :]
-        text = now
+        text = (
+            f"--prompt has {prompt_tokens} tokens, with --max_new_tokens={self.options.max_new_tokens} that is {wanted}; "
+            f"{self.name} was made for max_position_embeddings={most}"
+        )
+        if config.model_type != MODEL_TYPE:
+            raise InputError(text)
+        logger.warning("%s: what it makes of more is untested", text)
+
+    def _sampling(self) -> dict:
+        options, tokenizer = self.options, self.tokenizer
+        ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
+        chosen = {"do_sample": False}
+        if options.temperature > 0:
+            chosen = {"do_sample": True, "temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
+        return {"max_new_tokens": options.max_new_tokens, **ends, **chosen}
 
 
-@torch.no_grad()
-def sample(logits: Callable[[Tensor], Tensor], tokens: Tensor, options: GenerateOptions) -> Iterator[int]:
-    """Tokens that follow tokens [1, t], at most max_new_tokens of them; a function of the seed."""
-    generator = torch.Generator().manual_seed(options.seed)
-    for _ in range(options.max_new_tokens):
-        token = choose(logits(tokens)[0, -1].float().cpu(), options, generator)
-        yield token
-        tokens = torch.cat((tokens, tokens.new_tensor([[token]])), dim=1)
+class _Stream(transformers.TextStreamer):
+    """Hands on the new text in whole words."""
+
+    def __init__(self, tokenizer: Any, show: Callable[[str], None]):
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._show, self.pieces = show, []
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.pieces.append(text)
+        self._show(text)
 
 
-def choose(logits: Tensor, options: GenerateOptions, generator: torch.Generator) -> int:
-    """One token by its logits [v]."""
-    if options.temperature == 0:
-        return int(logits.argmax())
-    probabilities, order = (logits / options.temperature).softmax(-1).sort(descending=True)
-    if options.top_k:
-        probabilities[options.top_k :] = 0
-    before = probabilities.cumsum(-1) - probabilities
-    probabilities[before >= options.top_p] = 0  # never the likeliest: nothing is before it
-    return int(order[torch.multinomial(probabilities, 1, generator=generator)])
+def writers(options: GenerateOptions) -> Iterator[Writer]:
+    """The model and, where it was asked for, its teacher.  Raises InputError for one that cannot be had."""
+    yield Writer(options.model, options)
+    if options.compare_teacher or options.teacher is not None:
+        yield Writer(options.teacher or teacher_of(options.model), options)

@@ -1,11 +1,11 @@
 """Every kind of model that can be scored, opened through one function.
 
-A further kind (a student of another mixer, an exported model) is one more `_open_…` here; whatever scores models only calls `token_losses`.
+A further kind is one more `_open_…` here; whatever scores models only calls `token_losses`.
 """
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megahedge.checkpoint.store import MANIFEST, Checkpoint, complete_checkpoints, open_checkpoint
+from megahedge.checkpoint.store import MANIFEST, complete_checkpoints
 from megahedge.config.model import ModelConfig
-from megahedge.data.meta import tokenizer_digest
-from megahedge.data.tokenizer import load_tokenizer
 from megahedge.evaluation.perplexity import TokenLosses
+from megahedge.export.source import StoredModel, find_tokenizer
+from megahedge.export.to_hf import MODEL_TYPE, build_hf_model
 from megahedge.models.families import FAMILIES
 from megahedge.models.hf_weights import load_config, load_pretrained
 from megahedge.models.hub import resolve_pretrained
@@ -33,7 +33,6 @@ logger = get_logger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 IMPLEMENTATIONS = ("auto", "megahedge", "transformers")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,25 +75,73 @@ class OpenModel:
 def open_model(name: str | os.PathLike, implementation: str = "auto", dtype: str = "fp32", device: torch.device | str = "cpu") -> OpenModel:
     """Load a run folder, one of its checkpoints, a Hugging Face folder or a hub model.
 
-    implementation: `transformers` scores with its own AutoModelForCausalLM; `auto` uses ours for every family that it knows.
+    implementation: `transformers` scores with AutoModelForCausalLM, an exported student with the code in its folder; `auto` uses ours
+    for exported students and every family that it knows.
     Raises InputError where there is no such model, or where any of its parameters would not come from the files.
     """
-    for option, value, known in (("implementation", implementation, IMPLEMENTATIONS), ("dtype", dtype, DTYPES)):
-        if value not in known:
-            raise InputError(f"--{option}={value} is not known; use one of {', '.join(known)}")
+    _check_known("implementation", implementation, IMPLEMENTATIONS)
+    _check_known("dtype", dtype, DTYPES)
     path = Path(name).expanduser()
     if _is_run(path):
         if implementation == "transformers":
             raise InputError(f"--implementation=transformers reads Hugging Face folders; {name} is a run: give its exported folder")
         return _open_run(path, DTYPES[dtype], device)
+    folder = _resolve_folder(name)
+    exported = _model_type(folder) == MODEL_TYPE
+    if implementation == "auto":
+        implementation = "megahedge" if exported or _model_type(folder) in FAMILIES else "transformers"
+    own = _open_exported if exported else _open_published
+    opener = own if implementation == "megahedge" else _open_transformers
+    return opener(folder, DTYPES[dtype], device)
+
+
+def open_hf_model(name: str | os.PathLike, dtype: str = "fp32", device: torch.device | str = "cpu") -> tuple[Any, Any | None]:
+    """A model as transformers has it, with its generate() and cache, and the tokenizer that lies with it.
+
+    Takes what `open_model` takes, and raises InputError as it does.
+    """
+    _check_known("dtype", dtype, DTYPES)
+    path = Path(name).expanduser()
+    if _is_run(path):
+        return build_hf_model(path, DTYPES[dtype], device)
+    folder = _resolve_folder(name)
+    load = _load_exported if _model_type(folder) == MODEL_TYPE else _load_by_transformers
+    model, _ = load(folder, DTYPES[dtype], device)
+    return model, find_tokenizer(folder)[0]
+
+
+def teacher_of(name: str | os.PathLike) -> Path:
+    """Folder of the teacher that a student, a run or an export, learnt from.
+
+    Raises InputError where the student names none, or where it cannot be had.
+    """
+    path = Path(name).expanduser()
+    if _is_run(path):
+        origin = StoredModel.open(path).record.get("origin", {})
+    else:
+        origin = read_json_object(_resolve_folder(name) / "config.json")
+    if origin.get("teacher") is None:
+        raise InputError(f"--model={name} does not say who its teacher was; give --teacher")
+    try:
+        return resolve_pretrained(origin["teacher"], origin.get("teacher_revision"))
+    except InputError as error:
+        raise InputError(f"the teacher of --model={name}: {error}; give --teacher") from None
+
+
+def _check_known(option: str, value: str, known: Iterable[str]) -> None:
+    if value not in known:
+        raise InputError(f"--{option}={value} is not known; use one of {', '.join(known)}")
+
+
+def _resolve_folder(name: str | os.PathLike) -> Path:
     folder = resolve_pretrained(name)
     if not (folder / "config.json").is_file():
         raise InputError(f"--model={name} is neither a run (run.json, checkpoints/) nor a Hugging Face folder (config.json)")
-    if implementation == "auto":
-        model_type = read_json_object(folder / "config.json").get("model_type")
-        implementation = "megahedge" if model_type in FAMILIES else "transformers"
-    opener = _open_published if implementation == "megahedge" else _open_transformers
-    return opener(folder, DTYPES[dtype], device)
+    return folder
+
+
+def _model_type(folder: Path) -> str | None:
+    return read_json_object(folder / "config.json").get("model_type")
 
 
 def _is_run(path: Path) -> bool:
@@ -110,55 +157,18 @@ def _empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device |
 
 
 def _open_run(path: Path, dtype: torch.dtype, device: torch.device | str) -> OpenModel:
-    checkpoint = open_checkpoint(path, groups=("parameters",))
-    try:
-        config = ModelConfig.from_record(checkpoint.record["model"])
-    except (KeyError, TypeError) as error:
-        raise InputError(
-            f"checkpoint {checkpoint.path} was written by another version: its record has no model to build ({error})"
-        ) from None
-    model = _empty_model(config, dtype, device)
-    _check_names(model, checkpoint)
-    load_parameters(model, lambda name, index: checkpoint.read("parameters", name, index), model.tensor_parallel)
-    run = checkpoint.path.parent.parent
-    tokenizer, digest = _find_tokenizer_of_run(run, checkpoint.record)
-    if (run / "run.json").is_file():
-        digest = read_json_object(run / "run.json").get("data", {}).get("tokenizer_digest") or digest
+    stored = StoredModel.open(path)
+    model = _empty_model(stored.config, dtype, device)
+    load_parameters(model, stored.read, model.tensor_parallel)
     source = ModelSource(
-        path=str(checkpoint.path),
-        kind=checkpoint.record.get("stage", "unknown stage"),
+        path=str(stored.checkpoint.path),
+        kind=stored.stage,
         implementation="megahedge",
-        step=checkpoint.step,
-        loaded=len(checkpoint.names("parameters")),
+        step=stored.checkpoint.step,
+        loaded=len(stored.names),
     )
-    return OpenModel(model.token_losses, model, config.vocab_size, config.max_position_embeddings, source, tokenizer, digest)
-
-
-def _find_tokenizer_of_run(run: Path, record: dict) -> tuple[Any | None, str | None]:
-    """The tokenizer that a pretrained model lies with, or that of the teacher behind a stage; two times None where neither is there."""
-    if (run / "hf").is_dir():
-        return _find_tokenizer(run / "hf")
-    origin = record.get("origin", {})
-    if origin.get("teacher") is None:
-        return None, None
-    try:
-        tokenizer = load_tokenizer(origin["teacher"], origin["teacher_revision"])
-    except InputError as error:
-        logger.warning("the tokenizer of the run's teacher: %s", error)
-        return None, None
-    return tokenizer, tokenizer_digest(tokenizer)
-
-
-def _check_names(model: LanguageModel, checkpoint: Checkpoint) -> None:
-    """The checkpoint must hold the model's parameters, and nothing that the model would leave out."""
-    wanted, there = [name for name, _ in named_specs(model)], checkpoint.names("parameters")
-    missing = [name for name in wanted if name not in there]
-    unexpected = [name for name in there if name not in wanted]
-    if missing or unexpected:
-        raise InputError(
-            f"checkpoint {checkpoint.path} does not hold the {len(wanted)} tensors that its record describes: "
-            f"{len(missing)} missing ({few(missing)}), {len(unexpected)} unexpected ({few(unexpected)})"
-        )
+    config = stored.config
+    return OpenModel(model.token_losses, model, config.vocab_size, config.max_position_embeddings, source, *stored.find_tokenizer())
 
 
 def _open_published(folder: Path, dtype: torch.dtype, device: torch.device | str) -> OpenModel:
@@ -167,14 +177,35 @@ def _open_published(folder: Path, dtype: torch.dtype, device: torch.device | str
     load_pretrained(model, folder)
     loaded = sum(1 for _ in named_specs(model))
     source = ModelSource(path=str(folder), kind=config.family, implementation="megahedge", step=None, loaded=loaded)
-    return OpenModel(model.token_losses, model, config.vocab_size, config.max_position_embeddings, source, *_find_tokenizer(folder))
+    return OpenModel(model.token_losses, model, config.vocab_size, config.max_position_embeddings, source, *find_tokenizer(folder))
+
+
+def _open_exported(folder: Path, dtype: torch.dtype, device: torch.device | str) -> OpenModel:
+    return _wrapped("megahedge", folder, *_load_exported(folder, dtype, device))
 
 
 def _open_transformers(folder: Path, dtype: torch.dtype, device: torch.device | str) -> OpenModel:
+    return _wrapped("transformers", folder, *_load_by_transformers(folder, dtype, device))
+
+
+def _load_exported(folder: Path, dtype: torch.dtype, device: torch.device | str) -> tuple[Any, int]:
+    """A student's export by the class of this package: no code of the folder is run."""
+    from megahedge.export.modeling_hedge_mamba import HedgeMambaForCausalLM
+
+    return _load(HedgeMambaForCausalLM, folder, dtype, device)
+
+
+def _load_by_transformers(folder: Path, dtype: torch.dtype, device: torch.device | str) -> tuple[Any, int]:
+    """By the code that transformers has for it or, for an export of ours alone, that the folder carries along."""
     from transformers import AutoModelForCausalLM
 
+    return _load(AutoModelForCausalLM, folder, dtype, device, trust_remote_code=_model_type(folder) == MODEL_TYPE)
+
+
+def _load(model_class: type, folder: Path, dtype: torch.dtype, device: torch.device | str, **options) -> tuple[Any, int]:
+    """A model of transformers, all of whose tensors came from the folder, and the number of tensors that it has no use for."""
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        model, info = model_class.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(f"transformers cannot load {folder}: {reason}") from None
@@ -184,15 +215,18 @@ def _open_transformers(folder: Path, dtype: torch.dtype, device: torch.device | 
     unexpected = sorted(info["unexpected_keys"])
     if unexpected:
         logger.warning("%s holds %d tensors that its model does not use: %s", folder, len(unexpected), few(unexpected))
-    model = model.to(device).eval()
+    return model.to(device).eval(), len(unexpected)
+
+
+def _wrapped(implementation: str, folder: Path, model: Any, unexpected: int) -> OpenModel:
     config = model.config.get_text_config()
     source = ModelSource(
         path=str(folder),
         kind=config.model_type,
-        implementation="transformers",
+        implementation=implementation,
         step=None,
         loaded=sum(1 for _ in model.parameters()),
-        unexpected=len(unexpected),
+        unexpected=unexpected,
     )
 
     def logits(tokens: Tensor) -> Tensor:
@@ -203,12 +237,4 @@ def _open_transformers(folder: Path, dtype: torch.dtype, device: torch.device | 
         return losses.view_as(labels)
 
     max_seq_len = getattr(config, "max_position_embeddings", None)
-    return OpenModel(token_losses, logits, config.vocab_size, max_seq_len, source, *_find_tokenizer(folder))
-
-
-def _find_tokenizer(folder: Path) -> tuple[Any | None, str | None]:
-    """The folder's tokenizer and its digest; two times None where there is none."""
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        return None, None
-    tokenizer = load_tokenizer(str(folder))
-    return tokenizer, tokenizer_digest(tokenizer)
+    return OpenModel(token_losses, logits, config.vocab_size, max_seq_len, source, *find_tokenizer(folder))

@@ -157,10 +157,12 @@ def save_pretrained(
     dtype: torch.dtype,
     token_ids: TokenIds = TokenIds(),
     max_file_bytes: int = MAX_FILE_BYTES,
+    hf_config: dict | None = None,
 ) -> None:
     """Write a folder that transformers loads: config.json, generation_config.json and safetensors of `dtype`.
 
     tensors: our names and FULL tensors, each parameter once, in any order; taken one at a time, so a generator may gather them.
+    hf_config: what config.json says in place of the family's own, for a model that is not the family's.
     config.json comes last: a folder without it is an unfinished one.
     Raises InputError if the folder holds weights already, ValueError if the tensors are not those of the config.
     """
@@ -173,7 +175,7 @@ def save_pretrained(
     _write_weights(renamed, folder, dtype, max_file_bytes)
     ids = {f"{word}_token_id": value for word, value in dataclasses.asdict(token_ids).items()}
     write_json(folder / "generation_config.json", {"_from_model_config": True, **ids})
-    write_json(folder / "config.json", {**family.hf_config(config), **ids, "dtype": str(dtype).removeprefix("torch.")})
+    write_json(folder / "config.json", {**(hf_config or family.hf_config(config)), **ids, "dtype": str(dtype).removeprefix("torch.")})
 
 
 def _checked(tensors: Iterable[tuple[str, Tensor]], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:

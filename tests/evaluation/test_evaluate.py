@@ -216,7 +216,8 @@ def test_script_prints_a_table_and_writes_json(paths, tmp_path):
     assert f"token perplexity  {record['figures']['token_perplexity']:.6g}" in done.stdout
     assert "28 tensors loaded, 0 missing, 0 unexpected" in done.stdout
     assert record["figures"]["tokens"] == record["options"]["eval_tokens"] == 200
-    assert record["options"] == dataclasses.asdict(options(paths, model=paths["run"], eval_tokens=200, output=str(output)))
+    expected = dataclasses.asdict(options(paths, model=paths["run"], eval_tokens=200, output=str(output)))
+    assert record["options"] == json.loads(json.dumps(expected))
     assert record["model"]["step"] == 7
     assert len(record["data"]["idx_sha256"]) == len(record["data"]["tokenizer_digest"]) == 64
     assert record["packages"]["torch"] and "version" in record["code"]

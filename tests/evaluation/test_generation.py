@@ -1,62 +1,84 @@
-"""Sampling follows its options and its seed."""
+"""Generation follows its options and its seed, and reads and writes text for any kind of model."""
+
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-import torch
+import transformers
 
-from megahedge.evaluation.generation import GenerateOptions, choose, sample
+from megahedge.evaluation.generation import GenerateOptions, Writer, writers
 from megahedge.utils.errors import InputError
 
-LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
+REPOSITORY = Path(__file__).parents[2]
+TEACHER = str(REPOSITORY / "scripts" / "quickstart" / "teacher")
+PROMPT = "The harbour was"
 
 
 def options(**changes) -> GenerateOptions:
-    return GenerateOptions(model="m", prompt="p", **changes)
+    return GenerateOptions(**{"model": TEACHER, "prompt": PROMPT, "max_new_tokens": 12} | changes)
 
 
-def drawn(**changes) -> set[int]:
-    generator = torch.Generator().manual_seed(0)
-    return {choose(LOGITS, options(**changes), generator) for _ in range(300)}
+def written(prompt=PROMPT, **changes) -> str:
+    return Writer(TEACHER, options(**changes)).write(prompt, lambda piece: None)
 
 
-def test_temperature_zero_takes_the_likeliest():
-    assert drawn(temperature=0.0) == {1}
+def test_temperature_zero_takes_the_likeliest_token():
+    model = transformers.AutoModelForCausalLM.from_pretrained(TEACHER).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TEACHER)
+    tokens = tokenizer(PROMPT, return_tensors="pt").input_ids
+    for _ in range(12):
+        tokens = model(tokens).logits[:, -1:].argmax(-1).new_tensor([[*tokens[0].tolist(), int(model(tokens).logits[0, -1].argmax())]])
+    assert PROMPT + written(temperature=0.0) == tokenizer.decode(tokens[0])
+    assert written(temperature=0.0, seed=1) == written(temperature=0.0, seed=2)
 
 
-def test_top_k_and_top_p_leave_the_unlikely_out():
-    assert drawn(temperature=1.0, top_p=1.0) == {0, 1, 2, 3, 4}
-    assert drawn(temperature=1.0, top_p=1.0, top_k=2) == {1, 3}
-    assert drawn(temperature=1.0, top_p=0.9) == {1, 3, 2}  # 0.64, 0.24, 0.09, 0.03, 0.01
-    assert drawn(temperature=1.0, top_p=0.01) == {1}
-
-
-def test_frequencies_are_those_of_the_softmax():
-    generator = torch.Generator().manual_seed(0)
-    draws = torch.tensor([choose(LOGITS, options(temperature=2.0, top_p=1.0), generator) for _ in range(4000)])
-    frequencies = torch.bincount(draws, minlength=5) / 4000
-    assert (frequencies - (LOGITS / 2).softmax(-1)).abs().max() < 0.03  # three standard deviations of 4000 draws are 0.024
-
-
-def test_the_model_sees_all_tokens_so_far_and_the_seed_decides():
-    seen = []
-
-    def logits(tokens):
-        seen.append(tokens.shape[1])
-        return torch.zeros(1, tokens.shape[1], 50)
-
-    first, again, other = (list(sample(logits, torch.ones(1, 3, dtype=torch.int64), options(max_new_tokens=6, seed=s))) for s in (1, 1, 2))
-    assert seen[:6] == [3, 4, 5, 6, 7, 8]
+def test_the_seed_decides_what_is_drawn():
+    first, again, other = (written(seed=seed) for seed in (1, 1, 2))
     assert first == again != other
+
+
+def test_narrow_sampling_is_taking_the_likeliest():
+    likeliest = written(temperature=0.0)
+    assert written(top_k=1) == written(top_p=1e-6) == likeliest
+    assert written(temperature=3.0, top_p=1.0) != likeliest
+
+
+def test_pieces_add_up_to_the_text():
+    pieces = []
+    assert Writer(TEACHER, options()).write(PROMPT, pieces.append) == "".join(pieces)
+    assert len(pieces) > 3
+
+
+def test_a_text_without_room_is_refused():
+    with pytest.raises(InputError, match=r"--prompt has 2045 tokens, .* made for max_position_embeddings=2048"):
+        Writer(TEACHER, options()).write("the" + " the" * 2044, lambda piece: None)
+
+
+def test_who_has_no_teacher_cannot_be_compared_with_it():
+    with pytest.raises(InputError, match="does not say who its teacher was; give --teacher"):
+        list(writers(options(compare_teacher=True)))
+    assert [writer.name for writer in writers(options(teacher=TEACHER))] == [TEACHER, TEACHER]
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"temperature": -1.0}, "--temperature=-1.0"),
+        ({"temperature": float("nan")}, "--temperature=nan"),
         ({"top_p": 0.0}, "--top_p=0.0"),
         ({"max_new_tokens": 0}, "--max_new_tokens=0"),
         ({"top_k": -1}, "--top_k=-1"),
+        ({"prompt": ""}, "--prompt=''"),
     ],
 )
 def test_bad_options_are_refused(changes, said):
     with pytest.raises(InputError, match=said):
         options(**changes)
+
+
+def test_prompts_are_read_line_by_line():
+    command = [sys.executable, str(REPOSITORY / "scripts" / "generate.py"), "--model", TEACHER, "--max_new_tokens", "5"]
+    shown = subprocess.run(command, input=f"{PROMPT}\n\nOnce upon\n", capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.startswith(PROMPT) and "\nOnce upon" in shown.stdout

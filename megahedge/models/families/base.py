@@ -23,7 +23,7 @@ class Family(abc.ABC):
 
     @abc.abstractmethod
     def hf_name(self, name: str) -> str:
-        """Published name of our parameter, as written."""
+        """Published name of our parameter, as written; a student's own parameters have names beside those of the mixer."""
 
     @abc.abstractmethod
     def canonical_name(self, published: str) -> str:

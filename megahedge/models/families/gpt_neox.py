@@ -21,6 +21,7 @@ _BLOCK_NAMES = {
     "mlp.down_proj": "mlp.dense_4h_to_h",
 }
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)\.(weight|bias)")
+_ADDED = re.compile(r"blocks\.(\d+)\.mixer\.((?:query_map|key_map|conv|decay|gate_proj)\..+)")
 _OLD_BUFFER = re.compile(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.\w+)")
 
 
@@ -86,6 +87,9 @@ class GPTNeoX(Family):
     def hf_name(self, name: str) -> str:
         if name in _OUTER_NAMES:
             return _OUTER_NAMES[name]
+        added = _ADDED.fullmatch(name)
+        if added:  # a student's, published by nobody else
+            return f"gpt_neox.layers.{added[1]}.attention.{added[2]}"
         layer, module, kind = _BLOCK.fullmatch(name).groups()
         return f"gpt_neox.layers.{layer}.{_BLOCK_NAMES[module]}.{kind}"
 

@@ -1,0 +1,136 @@
+"""README.md of an exported folder: what the run's records say of the model, and how to load it."""
+
+import json
+import re
+from pathlib import Path
+
+from megahedge.export.source import StoredModel
+from megahedge.export.verify import Agreement
+from megahedge.utils.versions import code_version
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+_CARD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+{base_model}---
+
+# {name}
+
+{summary}
+
+| | |
+|---|---|
+{rows}
+
+## Use
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{name}", padding_side="left"{trust})
+model = AutoModelForCausalLM.from_pretrained("{name}"{trust})
+inputs = tokenizer("The harbour was", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
+```
+
+{notes}
+"""
+_NOTES = """\
+It needs torch and transformers alone; `trust_remote_code` runs the Python files in this folder.
+`generate` reads the prompt in chunks and then takes time and memory per token that do not grow with the text.
+Padding, on either side, is left out by the attention mask: give the mask, as the tokenizer does.
+Two biases are stored as offsets; `modeling_hedge_mamba.py` says which."""
+
+
+def model_card(stored: StoredModel, name: str, dtype: str, agreement: Agreement | None) -> str:
+    """The text for a folder called `name` with weights of `dtype`; no figure that is not in the run's records or measured here."""
+    teacher = _teacher(stored)
+    is_student = stored.config.mixer.kind != "softmax"
+    rows = {
+        "model": _shape(stored),
+        "in place of attention" if is_student else "mixer": stored.config.mixer.describe(),
+        "teacher": teacher,
+        "training": _training(stored),
+        "validation": _validation(stored),
+        "data": _data(stored),
+        "weights": dtype,
+        "export": f"logits compared with the trainer's: {agreement}" if agreement else "not compared with the trainer",
+        "code": _code(stored),
+    }
+    if is_student:
+        summary = "An attention-free language model, distilled with megahedge from one with softmax attention."
+    else:
+        summary = "A GPT-NeoX language model, trained with megahedge."
+    return _CARD.format(
+        name=name,
+        base_model=f"base_model: {teacher}\n" if teacher and _HUB_NAME.fullmatch(teacher) else "",
+        summary=summary,
+        rows="\n".join(f"| {label} | {text} |" for label, text in rows.items() if text),
+        trust=", trust_remote_code=True" if is_student else "",
+        notes=_NOTES if is_student else "It is a GPT-NeoX model as transformers knows it.",
+    )
+
+
+def _shape(stored: StoredModel) -> str:
+    config = stored.config
+    return (
+        f"{config.num_layers} layers, hidden {config.hidden_size}, {config.num_heads} heads of {config.head_dim}, "
+        f"MLP {config.intermediate_size}, vocabulary {config.vocab_size}"
+    )
+
+
+def _teacher(stored: StoredModel) -> str | None:
+    """Its name on the hub, or that of its folder without the way there, which means nothing elsewhere."""
+    origin = stored.record.get("origin", {})
+    name = origin.get("teacher")
+    if name is None:
+        return None
+    if Path(name).is_dir() or not _HUB_NAME.fullmatch(name):
+        return Path(name).name
+    return name
+
+
+def _training(stored: StoredModel) -> str:
+    options, progress = stored.run_record().get("options", {}), stored.record.get("progress", {})
+    parts = [f"{stored.stage}, {stored.checkpoint.step} steps"]
+    if "tokens" in progress:
+        parts.append(f"{progress['tokens']:,} tokens")
+    named = {"recipe": "recipe {}", "seq_len": "sequences of {}", "global_batch_size": "{} a step", "lr": "learning rate {:g}"}
+    parts += [text.format(options[key]) for key, text in named.items() if options.get(key) is not None]
+    if options.get("dtype"):
+        parts.append(f"computed in {options['dtype']}")
+    stage1_steps = stored.record.get("origin", {}).get("stage1_steps")
+    if stage1_steps is not None:
+        parts.append(f"after {stage1_steps} steps of stage 1")
+    return ", ".join(parts)
+
+
+def _validation(stored: StoredModel) -> str | None:
+    """The run's own evaluation of just this step, where it made one."""
+    path = stored.run / "metrics.jsonl"
+    if not path.is_file():
+        return None
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if '"eval"' in line and line.endswith("}"):  # a line that a kill cut short has no end
+            measured = json.loads(line)
+            if (measured["kind"], measured["step"]) == ("eval", stored.checkpoint.step):
+                return f"token perplexity {measured['perplexity']:.3f}, loss {measured['loss']:.4f} nats, on {measured['tokens']:,} tokens"
+    return None
+
+
+def _data(stored: StoredModel) -> str | None:
+    corpora = stored.record.get("data", {}).get("train", [])
+    return "; ".join(f"{Path(c['prefix']).name}, {c['tokens']:,} tokens, index {c['idx_sha256'][:12]}" for c in corpora) or None
+
+
+def _code(stored: StoredModel) -> str:
+    trained, exporting = stored.run_record().get("code"), code_version()
+    parts = [f"trained by {_version(trained)}"] if trained else []
+    return ", ".join([*parts, f"exported by {_version(exporting)}"])
+
+
+def _version(code: dict) -> str:
+    commit = code.get("git_commit")
+    return f"megahedge {code['version']}" + (f" ({commit})" if commit else "")

@@ -1,0 +1,159 @@
+"""What transformers' `generate` makes of an exported folder: the cache changes nothing, and neither does padding."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.export.small import left_padded, tokens_of
+
+CLOSE = {"rtol": 0, "atol": 1e-4}  # fp32 logits of spread 1, chunks against single tokens; 2e-6 is what is seen
+LENGTHS = (1, 5, 17, 300)
+
+
+def generate(model, tokens, **options):
+    """`generate` with a mask, without which it would take tokens that are the pad token for padding."""
+    mask = {} if tokens is None else {"attention_mask": torch.ones_like(tokens)}
+    return model.generate(tokens, **{"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None} | mask | options)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [1, 2, 70])
+def test_greedy_text_is_that_of_a_model_without_cache(model, length):
+    """One token, fewer than the convolution has taps, more than a chunk of the scan; each token is the likeliest after those before."""
+    text = generate(model, tokens_of(length, batch=2), max_new_tokens=64)
+    assert text.shape == (2, length + 64)
+    likeliest = model(text, use_cache=False).logits.argmax(-1)
+    assert torch.equal(likeliest[:, length - 1 : -1], text[:, length:])
+
+
+def test_greedy_text_with_and_without_cache_is_the_same(model):
+    texts = [generate(model, tokens_of(3, batch=2), use_cache=use_cache) for use_cache in (True, False)]
+    assert torch.equal(*texts)
+
+
+@torch.no_grad()
+def test_any_division_of_a_text_gives_the_logits_of_the_whole(model):
+    tokens = tokens_of(140, batch=2)
+    expected = model(tokens, use_cache=False).logits
+    for sizes in ([1, 1, 1, 137], [70, 1, 69], [2, 64, 74]):
+        cache, logits = None, []
+        for piece in tokens.split(sizes, dim=1):
+            output = model(piece, cache=cache, use_cache=True)
+            cache = output.cache
+            logits.append(output.logits)
+        torch.testing.assert_close(torch.cat(logits, dim=1), expected, **CLOSE)
+        assert cache.get_seq_length() == 140
+
+
+@torch.no_grad()
+def test_the_cache_does_not_grow(model):
+    def size(length):
+        cache = model(tokens_of(length)).cache
+        tensors = [tail for tail in cache.conv_tails if tail is not None]
+        tensors += [tensor for state in cache.states for tensor in (state.numerator, state.denominator)]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    assert size(1) == size(200) > 0
+
+
+@torch.no_grad()
+def test_padding_on_the_left_changes_no_logit_and_no_text(model):
+    rows = [tokens_of(length, seed=length)[0] for length in LENGTHS]
+    batch, mask = left_padded(rows)
+    logits = model(batch, attention_mask=mask).logits
+    texts = generate(model, batch, attention_mask=mask)[:, batch.shape[1] :]
+    for row, found, text in zip(rows, logits, texts, strict=True):
+        torch.testing.assert_close(found[-len(row) :], model(row[None]).logits[0], **CLOSE)
+        assert torch.equal(text, generate(model, row[None])[0, len(row) :])
+
+
+@torch.no_grad()
+def test_one_row_alone_may_be_padded_too(model):
+    row = tokens_of(6)[0]
+    batch, mask = left_padded([row], length=80)
+    torch.testing.assert_close(model(batch, attention_mask=mask).logits[:, -6:], model(row[None]).logits, **CLOSE)
+    assert torch.equal(generate(model, batch, attention_mask=mask)[:, 80:], generate(model, row[None])[:, 6:])
+
+
+@torch.no_grad()
+def test_padding_on_the_right_or_in_the_middle_is_left_out(model):
+    """Also of what the cache keeps: the next token follows the last real one."""
+    row, following = tokens_of(9, seed=3), tokens_of(1, seed=4)
+    expected = model(torch.cat((row, following), dim=1)).logits
+    for places in ([*range(9)], [0, 1, 2, 7, 8, 9, 10, 11, 14]):
+        batch, mask = tokens_of(16, seed=5), torch.zeros(1, 16, dtype=torch.bool)
+        batch[0, places], mask[0, places] = row[0], True
+        output = model(batch, attention_mask=mask, use_cache=True)
+        torch.testing.assert_close(output.logits[:, places], expected[:, :9], **CLOSE)
+        after = model(following, cache=output.cache, attention_mask=torch.cat((mask, mask.new_ones(1, 1)), dim=1))
+        torch.testing.assert_close(after.logits, expected[:, 9:], **CLOSE)
+
+
+@torch.no_grad()
+def test_a_row_of_padding_alone_harms_nobody(model):
+    row = tokens_of(5)[0]
+    batch, mask = left_padded([row, row[:0]])
+    logits = model(batch, attention_mask=mask).logits
+    assert logits.isfinite().all()
+    torch.testing.assert_close(logits[:1], model(row[None]).logits, **CLOSE)
+
+
+def test_beams_with_and_without_cache_are_the_same(model):
+    tokens, mask = left_padded([tokens_of(70)[0], tokens_of(3)[0]])
+    options = {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 6, "attention_mask": mask}
+    texts = [generate(model, tokens, use_cache=use_cache, **options) for use_cache in (True, False)]
+    assert texts[0].shape == (4, 76)
+    assert torch.equal(*texts)
+    assert not torch.equal(texts[0][0], texts[0][1])
+
+
+def test_sampling_follows_its_seed_and_not_the_cache(model):
+    texts = []
+    for seed, use_cache in ((1, True), (1, True), (1, False), (2, True)):
+        torch.manual_seed(seed)
+        options = {"do_sample": True, "temperature": 0.8, "top_k": 20, "num_return_sequences": 3, "use_cache": use_cache}
+        texts.append(generate(model, tokens_of(4, batch=2), **options))
+    assert texts[0].shape == (6, 12)
+    assert torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2]) and not torch.equal(texts[0], texts[3])
+
+
+@torch.no_grad()
+def test_a_prompt_may_be_read_in_pieces_and_a_prefix_shared(loaded):
+    model, tokens = loaded["tuned"], tokens_of(50)
+    expected = generate(model, tokens)
+    assert torch.equal(generate(model, tokens, prefill_chunk_size=7, cache=model(tokens[:, :1]).cache), expected)
+    prefix = model(tokens[:, :20]).cache
+    for _ in range(2):
+        assert torch.equal(generate(model, tokens, cache=copy.deepcopy(prefix)), expected)
+
+
+def test_embeddings_may_be_given_instead_of_tokens(loaded):
+    model, tokens = loaded["tuned"], tokens_of(12)
+    embeddings = model.get_input_embeddings()(tokens)
+    assert torch.equal(model(inputs_embeds=embeddings).logits, model(tokens).logits)
+    assert torch.equal(generate(model, None, inputs_embeds=embeddings), generate(model, tokens)[:, 12:])
+
+
+@torch.no_grad()
+def test_hidden_states_and_tuples_on_request(loaded):
+    model, (tokens, mask) = loaded["tuned"], left_padded([tokens_of(9)[0], tokens_of(4)[0]])
+    output = model(tokens, attention_mask=mask, output_hidden_states=True)
+    assert [state.shape for state in output.hidden_states] == [(2, 9, 64)] * 3
+    torch.testing.assert_close(model.embed_out(output.hidden_states[-1]), output.logits)
+    torch.testing.assert_close(output.hidden_states[0], model.get_input_embeddings()(tokens))
+    assert torch.equal(model(tokens, attention_mask=mask, return_dict=False)[0], output.logits)
+    kept = model(tokens, attention_mask=mask, logits_to_keep=1).logits
+    torch.testing.assert_close(kept, output.logits[:, -1:])
+
+
+def test_what_it_cannot_do_is_said(loaded):
+    model, tokens = loaded["tuned"], tokens_of(4)
+    with pytest.raises(ValueError, match="a cache of its own"):
+        generate(model, tokens, cache_implementation="static")
+    with pytest.raises(ValueError, match="is a HedgeMambaCache, not a list"):
+        model(tokens, cache=[])
+    with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
+        model()
+    with pytest.raises(ValueError, match="attention_mask is"):
+        model(tokens, attention_mask=torch.ones(1, 3))

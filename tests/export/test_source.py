@@ -1,0 +1,43 @@
+"""What there is to export is found with its tokenizer, and with no other."""
+
+import json
+import logging
+
+import pytest
+
+from megahedge.evaluation.generation import GenerateOptions, Writer
+from megahedge.export.source import StoredModel
+from megahedge.export.to_hf import ExportOptions, export
+from megahedge.utils.errors import InputError
+from tests.export.small import MIXERS, student, write_run, write_teacher
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run whose teacher has got another tokenizer since."""
+    write_teacher(tmp_path / "teacher")
+    write_run(tmp_path / "run", student(MIXERS["tuned"]), tmp_path / "teacher")
+    return tmp_path / "run"
+
+
+def swap_two_tokens(folder):
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[10:12]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    path.write_text(json.dumps(tokenizer))
+
+
+def test_a_tokenizer_that_was_replaced_is_not_used(run, tmp_path, caplog):
+    tokenizer, digest = StoredModel.open(run).find_tokenizer()
+    assert tokenizer is not None
+    swap_two_tokens(tmp_path / "teacher")
+    with caplog.at_level(logging.WARNING, logger="megahedge"):
+        assert StoredModel.open(run).find_tokenizer() == (None, digest)
+    assert "it has been replaced and is not used" in caplog.text
+    with pytest.raises(InputError, match="has no tokenizer with it"):
+        Writer(run, GenerateOptions(model=str(run), prompt="a"))
+    with pytest.raises(InputError, match="give --tokenizer"):
+        export(ExportOptions(run=str(run), out=str(tmp_path / "out")))
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,354 @@
+"""tools/convert_to_hf.py: what it writes, what it refuses, and that the folder needs nothing of ours."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from megahedge.config.mixer import MixerConfig
+from megahedge.data.meta import tokenizer_digest
+from megahedge.evaluation.models import open_model
+from megahedge.export import code_files, to_hf, verify
+from megahedge.export.scan_backends import BACKENDS, choose_backend
+from megahedge.export.to_hf import ExportOptions, build_hf_model, export
+from megahedge.kernels import registry
+from megahedge.models.hf_weights import save_pretrained
+from megahedge.utils.cli import parse_options
+from megahedge.utils.errors import InputError, RunError
+from tests.evaluation.small import byte_tokenizer
+from tests.export.small import MIXERS, STEP, VOCAB_SIZE, student, tokens_of, write_run
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def export_of(root, tmp_path, name="tuned", **options):
+    return export(ExportOptions(**{"run": str(root / name), "out": str(tmp_path / "out")} | options))
+
+
+# ---- what is written ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_holds_all_that_a_hugging_face_folder_holds(folders):
+    for name, folder in folders.items():
+        found = {path.name for path in folder.iterdir()}
+        assert found == {"config.json", "generation_config.json", "model.safetensors", "README.md", *code_files.code_files()} | {
+            "tokenizer.json",
+            "tokenizer_config.json",
+        }
+        config = json.loads((folder / "config.json").read_text())
+        assert (config["model_type"], config["architectures"]) == ("hedge_mamba", ["HedgeMambaForCausalLM"])
+        assert config["rope_position"] == MIXERS[name].rope and config["mixer"] == MIXERS[name].kind
+        generation = json.loads((folder / "generation_config.json").read_text())
+        assert generation["eos_token_id"] == generation["pad_token_id"] == byte_tokenizer().eos_token_id
+        assert tokenizer_digest(transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)) == tokenizer_digest(
+            byte_tokenizer()
+        )
+
+
+def test_the_teachers_parameters_keep_their_published_names(folders):
+    published = set(load_file(folders["tuned"] / "model.safetensors"))
+    with torch.device("meta"):
+        neox = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=4))
+    wanted = {name.replace("lm_head.", "embed_out.") for name, _ in neox.named_parameters()}
+    assert wanted < published
+    assert all(".attention." in name for name in published - wanted)
+
+
+def test_nothing_in_a_folder_imports_this_package(folders):
+    """But torch, transformers, the standard library and each other, by the flat relative imports that transformers understands."""
+    allowed = {"torch", "transformers", *sys.stdlib_module_names}
+    files = {path.name: path.read_text() for path in folders["paper"].glob("*.py")}
+    assert len(files) > 5
+    for content in files.values():
+        for node in ast.walk(ast.parse(content)):
+            if isinstance(node, ast.Import):
+                assert {alias.name.split(".")[0] for alias in node.names} <= allowed
+            elif isinstance(node, ast.ImportFrom) and node.level:
+                assert node.level == 1 and f"{node.module}.py" in files
+            elif isinstance(node, ast.ImportFrom):
+                assert node.module.split(".")[0] in allowed
+
+
+def test_the_scan_that_travels_is_the_packages_own(folders):
+    """Line by line but for imports and the line above that says where it is from."""
+    for name in ("scan", "chunked", "loop", "reference", "normaliser", "problem", "causal_conv"):
+        copied = (folders["paper"] / f"hedge_mamba_{name}.py").read_text().splitlines()[1:]
+        own = (REPOSITORY / "megahedge" / "kernels" / f"{name}.py").read_text().splitlines()
+        differing = [(ours, theirs) for ours, theirs in zip(own, copied, strict=True) if ours != theirs]
+        assert all(ours.startswith("from megahedge.") and theirs.startswith("from .hedge_mamba_") for ours, theirs in differing)
+
+
+def test_the_backends_that_travel_are_those_of_torch_in_the_same_order():
+    assert list(BACKENDS.items()) == [(name, backend) for name, backend in registry.BACKENDS.items() if name in BACKENDS]
+    assert registry.BACKENDS.keys() - BACKENDS.keys() <= {"numba"}
+    with pytest.raises(ValueError, match="no scan backend 'triton'"):
+        choose_backend("triton", None)
+
+
+def test_the_card_says_what_the_run_recorded_and_no_more(root, tmp_path):
+    run = write_run(tmp_path / "run", student(MIXERS["paper"]), root / "teacher", recipe="paper", lr=2.5e-5)
+    lines = [{"kind": "eval", "step": step, "perplexity": 10.0 + step, "loss": 2.0, "tokens": 8000} for step in (0, STEP)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"kind": "eval", "st')
+    card = (export_of(tmp_path, tmp_path, "run").folder / "README.md").read_text()
+    for said in ("| teacher | teacher |", "7 steps, 1,792 tokens, recipe paper, learning rate 2.5e-05", "token perplexity 17.000", "KL "):
+        assert said in card
+    assert str(tmp_path) not in card and "stage 1" not in card and "None" not in card
+    (run / "metrics.jsonl").unlink()
+    assert "perplexity" not in (export_of(tmp_path, tmp_path, "run", overwrite=True, verify=False).folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("auto", torch.bfloat16)])
+def test_weights_have_the_precision_asked_for_and_are_verified_in_it(dtype, stored, root, tmp_path):
+    run = write_run(tmp_path / "run", student(MIXERS["tuned"]), root / "teacher", dtype="bf16")
+    done = export(ExportOptions(run=str(run), out=str(tmp_path / "out"), dtype=dtype))
+    assert done.agreement.holds and done.agreement.positions > 500
+    assert {tensor.dtype for tensor in load_file(done.folder / "model.safetensors").values()} == {stored}
+    assert json.loads((done.folder / "config.json").read_text())["dtype"] == str(stored).removeprefix("torch.")
+
+
+def test_large_models_are_written_in_several_files(root, tmp_path, monkeypatch):
+    def in_small_files(*arguments, **keywords):
+        save_pretrained(*arguments, max_file_bytes=100_000, **keywords)
+
+    monkeypatch.setattr(to_hf, "save_pretrained", in_small_files)
+    done = export_of(root, tmp_path)
+    assert len(list(done.folder.glob("model-*.safetensors"))) > 2 and done.agreement.holds
+
+
+def test_tied_embeddings_are_written_once(root, tmp_path):
+    run = write_run(tmp_path / "run", student(MIXERS["tuned"], tie_word_embeddings=True), root / "teacher")
+    done = export(ExportOptions(run=str(run), out=str(tmp_path / "out")))
+    assert "embed_out.weight" not in load_file(done.folder / "model.safetensors") and done.agreement.holds
+
+
+def test_a_pretrained_teacher_is_written_as_gpt_neox(tmp_path):
+    model = student(MixerConfig())
+    run = write_run(tmp_path / "run", model, None)
+    byte_tokenizer().save_pretrained(run / "hf")
+    done = export(ExportOptions(run=str(run), out=str(tmp_path / "out")))
+    assert done.agreement.holds and not list(done.folder.glob("*.py"))
+    built, tokenizer = build_hf_model(run)
+    assert isinstance(built, transformers.GPTNeoXForCausalLM) and tokenizer is not None
+    tokens = tokens_of(9)
+    torch.testing.assert_close(built(tokens).logits, model(tokens), rtol=0, atol=1e-5)  # fp32 logits of two implementations
+
+
+# ---- who reads it -------------------------------------------------------------------------------------------------------------------
+
+_READER = """
+import json, sys
+sys.modules["megahedge"] = None  # an import of it fails
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+folders, expected, copies = json.loads(sys.argv[1])
+for name, folder in folders.items():
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype="auto")
+    assert model.dtype == torch.float32, model.dtype
+    tokens = torch.tensor([expected["tokens"]])
+    logits = model(tokens).logits[0, -1]
+    assert (logits - torch.tensor(expected[name])).abs().max() < 1e-4, name
+    text = model.generate(tokens, max_new_tokens=5, do_sample=False)
+    assert text.shape[1] > tokens.shape[1]
+    if copies:
+        model.save_pretrained(f"{copies}/{name}")
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=True).save_pretrained(f"{copies}/{name}")
+base = AutoModel.from_pretrained(folder, trust_remote_code=True)
+assert base(tokens).last_hidden_state.shape[:2] == tokens.shape
+print("read", len(folders))
+"""
+
+
+def _read_by_a_stranger(folders, expected, copies, tmp_path):
+    """In a process of its own that cannot import this package."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    argument = json.dumps([{name: str(folder) for name, folder in folders.items()}, expected, copies and str(copies)])
+    command = [sys.executable, "-I", "-c", _READER, argument]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400, cwd=tmp_path)
+    assert done.returncode == 0 and f"read {len(folders)}" in done.stdout, done.stderr
+
+
+@torch.no_grad()
+@pytest.mark.slow
+def test_a_folder_and_a_copy_that_transformers_saves_of_it_load_where_this_package_is_not(folders, loaded, tmp_path):
+    tokens = tokens_of(70)
+    expected = {name: model(tokens).logits[0, -1].tolist() for name, model in loaded.items()} | {"tokens": tokens[0].tolist()}
+    _read_by_a_stranger(folders, expected, tmp_path / "copies", tmp_path)
+    copies = {name: tmp_path / "copies" / name for name in folders}
+    _read_by_a_stranger(copies, expected, None, tmp_path)
+
+
+@pytest.mark.parametrize("implementation", ["auto", "transformers"])
+def test_an_export_scores_as_its_run(implementation, root, folders):
+    tokens = tokens_of(70, batch=2)
+    labels = tokens.roll(-1, dims=1)
+    for name in ("tuned", "stage1-paper"):
+        run, exported = open_model(root / name), open_model(folders[name], implementation)
+        with torch.no_grad():
+            torch.testing.assert_close(exported.token_losses(tokens, labels), run.token_losses(tokens, labels), rtol=0, atol=1e-4)
+        assert (exported.source.kind, exported.vocab_size, exported.max_seq_len) == ("hedge_mamba", VOCAB_SIZE, run.max_seq_len)
+        assert exported.source.loaded == run.source.loaded
+        assert exported.tokenizer_digest == run.tokenizer_digest
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_model_may_be_built_in_memory_from_a_run(name, root, loaded):
+    model, tokenizer = build_hf_model(root / name)
+    tokens = tokens_of(70)
+    torch.testing.assert_close(model(tokens).logits, loaded[name](tokens).logits, rtol=0, atol=1e-4)
+    assert tokenizer_digest(tokenizer) == tokenizer_digest(byte_tokenizer())
+    texts = [m.generate(tokens, max_new_tokens=8, do_sample=False, pad_token_id=0) for m in (model, loaded[name])]
+    assert torch.equal(*texts)
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------------------------
+
+
+def _swap_heads(name, tensor):
+    if name == "blocks.1.mixer.qkv_proj.weight":
+        heads = tensor.unflatten(0, (4, -1))
+        return heads[[1, 0, 2, 3]].flatten(0, 1)
+    return tensor
+
+
+def _zero(wanted):
+    return lambda name, tensor: torch.zeros_like(tensor) if name == wanted else tensor
+
+
+def _tap_early(name, tensor):
+    return tensor.roll(-1, dims=1) if name.endswith("mixer.conv.weight") else tensor
+
+
+TENSOR_FAULTS = {
+    "heads swapped": _swap_heads,
+    "bias of an output projection zeroed": _zero("blocks.0.mixer.out_proj.bias"),
+    "bias of the gate zeroed": _zero("blocks.1.mixer.gate_proj.bias"),
+    "rates zeroed": _zero("blocks.0.mixer.decay.rate.weight"),
+    "bias of a feature map zeroed": _zero("blocks.0.mixer.key_map.bias"),
+    "convolution a tap early": _tap_early,
+}
+CONFIG_FAULTS = {
+    "RoPE on the other side": {"rope_position": "after"},
+    "RoPE on other features": {"rotary_pct": 0.5},
+    "residual of the other form": {"use_parallel_residual": False},
+    "another scale": {"feature_map_scale": True},
+}
+
+
+def _with_faulty_tensors(fault):
+    def save(tensors, *arguments, **keywords):
+        save_pretrained(((name, fault(name, tensor).contiguous()) for name, tensor in tensors), *arguments, **keywords)
+
+    return save
+
+
+@pytest.mark.parametrize("fault", TENSOR_FAULTS)
+@pytest.mark.parametrize("check", ["parameters", "logits"])
+def test_other_parameters_are_refused_by_either_check(check, fault, root, tmp_path, monkeypatch):
+    monkeypatch.setattr(to_hf, "save_pretrained", _with_faulty_tensors(TENSOR_FAULTS[fault]))
+    if check == "logits":
+        monkeypatch.setattr(verify, "check_parameters", lambda *_: None)
+    with pytest.raises(RunError, match="not what the checkpoint holds" if check == "parameters" else "not the trainer's model"):
+        export_of(root, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("fault", CONFIG_FAULTS)
+def test_a_config_of_another_function_is_refused(fault, root, tmp_path, monkeypatch):
+    original = to_hf.hf_config
+    monkeypatch.setattr(to_hf, "hf_config", lambda config: original(config) | CONFIG_FAULTS[fault])
+    with pytest.raises(RunError, match="not the trainer's model"):
+        export_of(root, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def _forgetting_the_tail(monkeypatch):
+    """The code that is written does not keep what the convolution has seen."""
+    source = code_files._source
+    line = "cache.conv_tails[self.layer_index] = tail"
+    monkeypatch.setattr(code_files, "_source", lambda module: source(module).replace(line, "pass"))
+
+
+def test_a_faulty_cache_is_refused(root, loaded, tmp_path, monkeypatch):
+    """Also where transformers has run sound code for a model of this kind before."""
+    _forgetting_the_tail(monkeypatch)
+    with pytest.raises(RunError, match="token by token, from the cache"):
+        export_of(root, tmp_path)
+
+
+def test_only_a_hugging_face_folder_is_replaced_and_only_when_asked(root, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()  # an empty one is fine
+    export_of(root, tmp_path, verify=False)
+    with pytest.raises(InputError, match=r"holds a model already.*--overwrite"):
+        export_of(root, tmp_path, verify=False)
+    export_of(root, tmp_path, name="paper", overwrite=True, verify=False)
+    assert json.loads((out / "config.json").read_text())["decay"] == "channel"
+    (out / "notes").mkdir()
+    with pytest.raises(InputError, match="is not replaced"):
+        export_of(root, tmp_path, overwrite=True, verify=False)
+    with pytest.raises(InputError, match="is a file"):
+        export_of(root, tmp_path, out=str(out / "config.json"))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_failure_leaves_the_folder_that_was_there(root, tmp_path, monkeypatch):
+    export_of(root, tmp_path, verify=False)
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    monkeypatch.setattr(to_hf, "save_pretrained", _with_faulty_tensors(_swap_heads))
+    with pytest.raises(RunError):
+        export_of(root, tmp_path, overwrite=True)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_tokenizer_must_be_at_hand_and_the_runs(root, tmp_path):
+    run = write_run(tmp_path / "run", student(MIXERS["tuned"]), tmp_path / "moved")
+    with pytest.raises(InputError, match="give --tokenizer"):
+        export_of(tmp_path, tmp_path, "run")
+    byte_tokenizer(reverse=True).save_pretrained(tmp_path / "other")
+    with pytest.raises(InputError, match="has digest"):
+        export_of(tmp_path, tmp_path, "run", tokenizer=str(tmp_path / "other"))
+    export_of(tmp_path, tmp_path, "run", tokenizer=str(root / "teacher"), verify=False)
+    assert (run / "run.json").is_file()
+
+
+def run_script(*arguments) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(REPOSITORY / "tools" / "convert_to_hf.py"), *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def test_script_takes_a_checkpoint_and_says_what_it_has_done(root, tmp_path):
+    checkpoint = root / "tuned" / "checkpoints" / f"step-{STEP:08d}"
+    done = run_script(checkpoint, tmp_path / "out", "--dtype", "bf16")
+    assert done.returncode == 0, done.stderr
+    assert "stage2, step 7: hedge_mamba" in done.stdout and "verified: KL" in done.stdout
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "RUN and OUT must be given"),
+        (["{root}/tuned"], "OUT must be given"),
+        (["no/such/run", "{out}"], "no/such/run holds no complete checkpoint"),
+        (["{root}/tuned", "{out}", "--dtype", "fp8"], "--dtype=fp8"),
+        (["{root}/tuned", "{out}", "more"], "more"),
+        (["{root}/tuned", " "], "OUT is empty"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, said, root, tmp_path):
+    words = [word.format(root=root, out=tmp_path / "out") for word in arguments]
+    with pytest.raises(InputError, match=said) as caught:
+        export(parse_options(ExportOptions, words, prog="convert_to_hf.py"))
+    assert "\n" not in str(caught.value)
