@@ -32,9 +32,19 @@ def answer(prompt: str, models: list[Writer]) -> None:
     for model in models:
         if len(models) > 1:
             print(f"--- {model.name}")
-        print(prompt, end="", flush=True)
-        model.write(prompt, lambda piece: print(piece, end="", flush=True))
+        model.write(prompt, Printer(prompt))
         print()
+
+
+class Printer:
+    """Prints pieces as they come, after the prompt; not before the first, so that what is logged until then does not part them."""
+
+    def __init__(self, prompt: str):
+        self.before = prompt
+
+    def __call__(self, piece: str) -> None:
+        print(self.before + piece, end="", flush=True)
+        self.before = ""
 
 
 def read_prompts() -> Iterator[str]:

@@ -16,6 +16,9 @@ stage1_tokens=${STAGE1_TOKENS:-120K}
 stage2_tokens=${STAGE2_TOKENS:-300K}
 
 main() {
+    case ${1:-} in
+        -*) sed -n '2,7s/^# \{0,1\}//p' scripts/quickstart.sh; exit 0 ;;
+    esac
     setup_venv cpu
     export PATH=$PWD/.venv/bin:$PATH
     choose_processes
@@ -94,6 +97,9 @@ show_results() {
     python scripts/compare_results.py --results "$out"/results/{teacher,stage1-paper,stage1-tuned,hedgehog,hedgemamba-paper,hedgemamba-tuned}.json
     cat <<END
 
+hedgehog is the recipe paper without decay, convolution and gate.  These are short runs of one seed; features that are rotated after the
+map, as in paper, train unsteadily on so small a teacher.
+
 The attention-free model is in $out/hedgemamba-hf; transformers loads it:
     AutoModelForCausalLM.from_pretrained("$out/hedgemamba-hf", trust_remote_code=True)
 
@@ -107,8 +113,10 @@ END
 }
 
 run() {
-    printf '\n$ %s\n' "$*"
+    printf '\n$'
+    printf ' %q' "$@"
+    printf '\n'
     "$@"
 }
 
-main
+main "$@"

@@ -5,6 +5,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup_venv.sh
 
+case ${1:-} in
+    -h | --help) sed -n '2,3s/^# \{0,1\}//p' scripts/test.sh; exit 0 ;;
+esac
 tier=()
 if [ "${1:-}" = --all ]; then
     tier=(-m "slow or not slow")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
 
 from megahedge.checkpoint.store import MANIFEST, complete_checkpoints
@@ -204,6 +205,7 @@ def _load_by_transformers(folder: Path, dtype: torch.dtype, device: torch.device
 
 def _load(model_class: type, folder: Path, dtype: torch.dtype, device: torch.device | str, **options) -> tuple[Any, int]:
     """A model of transformers, all of whose tensors came from the folder, and the number of tensors that it has no use for."""
+    transformers.logging.disable_progress_bar()  # a line of noise for the small models, and no news for the large ones
     try:
         model, info = model_class.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
     except (OSError, ValueError, KeyError, RuntimeError) as error:

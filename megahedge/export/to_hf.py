@@ -165,6 +165,8 @@ def _write(folder: Path, stored: StoredModel, tokenizer: Any, dtype: torch.dtype
     origin = stored.record.get("origin", {})
     teacher = {name: origin[name] for name in ("teacher", "teacher_revision") if origin.get(name) is not None}
     save_pretrained(tensors, stored.config, folder, dtype, ids, hf_config=hf_config(stored.config) | teacher)
+    if tokenizer.pad_token is None:  # else a batch of texts could not be padded
+        tokenizer.pad_token = tokenizer.eos_token
     tokenizer.save_pretrained(folder)
     if stored.config.mixer.kind != "softmax":
         for name, content in code_files().items():

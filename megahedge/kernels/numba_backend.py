@@ -5,6 +5,7 @@
 import contextlib
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -13,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from megahedge.kernels.loop import CHECKPOINT_INTERVAL, weighted_inputs
 from megahedge.kernels.problem import Backend, Problem, ScanInputs, ScanOutputs
+from megahedge.utils.logging import get_logger
 
 
 def supports(problem: Problem) -> str | None:
@@ -32,6 +34,8 @@ def load_sweeps() -> ModuleType | str:
         from megahedge.kernels import numba_sweeps
     except Exception as error:  # whatever a broken wheel raises
         return f"numba cannot be imported ({type(error).__name__}: {error}); pip install numba"
+    if not any(Path(numba_sweeps.__file__).parent.glob("__pycache__/numba_sweeps*.nbi")):
+        get_logger("kernels").info("numba compiles the scan at its first use in an environment, for about half a minute")
     return numba_sweeps
 
 
