@@ -22,7 +22,9 @@ def quickstart(out: Path) -> str:
 @pytest.mark.skipif(not (REPOSITORY / ".venv/bin/deepspeed").exists(), reason="quickstart.sh would install into .venv, which is not there")
 def test_quickstart_ends_with_a_table_and_a_model_and_is_not_repeated(tmp_path):
     shown = quickstart(tmp_path)
-    table = shown.splitlines()[next(n for n, line in enumerate(shown.splitlines()) if line.startswith("model ")) :][1:7]
+    lines = shown.splitlines()
+    header = next(number for number, line in enumerate(lines) if line.endswith("× teacher"))
+    table = lines[header + 1 : header + 7]
     names = ["teacher", "stage1-paper", "stage1-tuned", "hedgehog", "hedgemamba-paper", "hedgemamba-tuned"]
     assert [line.split()[0] for line in table] == names
     assert float(table[0].split()[-1]) == 1.0 and all(float(line.split()[-1]) > 1 for line in table[1:])
