@@ -38,8 +38,8 @@ def read_row(path: Path) -> Row:
         figures, data, options = record["figures"], record["data"], record["options"]
         scored = data["idx_sha256"], data["bin_blocks_sha256"], options["seq_len"], figures["tokens"]
         return Row(path.stem, scored, figures["loss"], figures["token_perplexity"], figures["bits_per_byte"])
-    except (KeyError, TypeError) as error:
-        raise InputError(f"--results: {path} is not a perplexity that scripts/evaluate.py --output wrote ({error} is missing)") from None
+    except (KeyError, TypeError):
+        raise InputError(f"--results: {path} holds no perplexity as scripts/evaluate.py --output writes it") from None
 
 
 def table(rows: list[Row]) -> str:

@@ -13,7 +13,8 @@ setup_venv() {
         "${PYTHON:-python3}" -m venv .venv || return
     fi
     wanted=$(cat setup.py constraints.txt | sha256sum)
-    for stamp in ".venv/.megahedge-dev" ".venv/.megahedge-$extras"; do # dev holds the others that need no GPU
+    for stamp in ".venv/.megahedge-$extras" ".venv/.megahedge-dev"; do
+        if [ "$stamp" = .venv/.megahedge-dev ] && [ "$extras" != cpu ]; then continue; fi # dev holds what cpu does
         if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then return 0; fi
     done
     echo "installing megahedge[$extras] and the versions in constraints.txt (some minutes on a fresh machine)"

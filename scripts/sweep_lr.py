@@ -16,6 +16,8 @@ from megahedge.utils.jobs import Job, run_jobs
 
 SCRIPTS = Path(__file__).parent
 STAGES = ("stage1", "stage2")
+OWN = ("lr", "lr_new", "train_tokens", "output_dir", "resume", "config")
+"""Options of the runs that the sweep sets itself."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,9 +53,9 @@ class SweepOptions:
 def sweep(options: SweepOptions) -> str:
     """Run every combination of rates; a table, best first."""
     fixed = read_options_file(options.options, "options")
-    ours = [name for name in (*("lr", "lr_new", "train_tokens", "output_dir"), "resume", "config") if name in fixed]
-    if ours:
-        raise InputError(f"--options={options.options} names {', '.join(ours)}, which the sweep sets itself; leave them out there")
+    taken = [name for name in OWN if name in fixed]
+    if taken:
+        raise InputError(f"--options={options.options} names {', '.join(taken)}, which the sweep sets itself; leave them out there")
     rates = list(itertools.product(options.lr, options.lr_new or (None,)))
     jobs = [
         Job(

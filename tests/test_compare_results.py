@@ -33,7 +33,11 @@ def test_every_model_is_measured_by_the_first(tmp_path):
 
 @pytest.mark.parametrize(
     ("seq_len", "text", "message"),
-    [(512, None, "student was scored on other data or windows than teacher"), (256, '{"figures": {}}', "is not a perplexity")],
+    [
+        (512, None, "student was scored on other data or windows than teacher"),
+        (256, '{"figures": {}}', "holds no perplexity"),
+        (256, '{"figures": null}', "holds no perplexity"),
+    ],
 )
 def test_what_does_not_compare_is_refused(tmp_path, seq_len, text, message):
     files = write_result(tmp_path, "teacher", 20.0), write_result(tmp_path, "student", 25.0, seq_len)

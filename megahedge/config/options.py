@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import yaml
 
-from megahedge.config.mixer import MixerConfig
+from megahedge.config.mixer import STEP_AXES, MixerConfig
 from megahedge.utils.cli import Count
 from megahedge.utils.errors import InputError
 from megahedge.utils.words import divisors, either
@@ -241,8 +241,9 @@ class FeatureMapOptions:
         """The options of a mixer that are among these.  Raises InputError where one is not valid."""
         names = {field.name for field in dataclasses.fields(MixerConfig)} & {field.name for field in dataclasses.fields(self)}
         values = {name: getattr(self, name) for name in names}
-        if "decay_step" in values and values["decay_step"] not in ("auto", "head", "state", "channel"):
-            raise InputError(f"--decay_step={values['decay_step']} is not known; use auto, head, state or channel")
+        known = ["auto", *sorted({axis for axes in STEP_AXES.values() for axis in axes})]
+        if values.get("decay_step", "auto") not in known:  # without a decay nothing else would look at it
+            raise InputError(f"--decay_step={values['decay_step']} is not known; use {either(known)}")
         if values.get("decay_step") == "auto":
             values["decay_step"] = values["decay"]
         return MixerConfig(kind=kind, **values)

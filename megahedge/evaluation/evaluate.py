@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import hashlib
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -19,10 +18,10 @@ from megahedge.evaluation.models import OpenModel, open_model
 from megahedge.evaluation.perplexity import Perplexity, measure_perplexity
 from megahedge.evaluation.tasks import TaskResults, compare_results, expand_names, tasks_table
 from megahedge.evaluation.text import TextCounts, count_text
-from megahedge.models.weight_files import CheckpointReader
+from megahedge.models.hf_weights import weights_digest
 from megahedge.utils.cli import Count
 from megahedge.utils.errors import InputError, RunError
-from megahedge.utils.files import check_output, read_json_object, sha256_file
+from megahedge.utils.files import check_output, read_json_object
 from megahedge.utils.labels import IGNORE_INDEX
 from megahedge.utils.logging import get_logger
 from megahedge.utils.progress import ProgressBar
@@ -144,7 +143,7 @@ class Evaluation:
 
     def _record_of_model(self) -> dict:
         source = self.model.source
-        digests = {"tokenizer_digest": self.model.tokenizer_digest, "weights_digest": weights_digest(Path(source.path))}
+        digests = {"tokenizer_digest": self.model.tokenizer_digest, "weights_digest": _digest_of_weights(Path(source.path))}
         return {
             "figures": self.figures() or None,
             "context_probe": self.probe and {**dataclasses.asdict(self.probe), "difference": self.probe.difference},
@@ -217,12 +216,11 @@ def _row_of_probe(label: str, probe: ContextProbe | None) -> dict[str, str]:
     }
 
 
-def weights_digest(folder: Path) -> str:
-    """Identity of the weights in a checkpoint, or of the weight files in a Hugging Face folder."""
+def _digest_of_weights(folder: Path) -> str:
+    """Identity of the weights in a checkpoint, or in a Hugging Face folder: there the one that runs record of their teacher."""
     if (folder / MANIFEST).is_file():
         return read_json_object(folder / MANIFEST)["sha256"]  # over a list that holds the digest of every file
-    files = CheckpointReader(folder).files
-    return hashlib.sha256("".join(f"{path.name} {sha256_file(path)}\n" for path in files).encode()).hexdigest()
+    return weights_digest(folder)
 
 
 def _show(value: float | None) -> str:

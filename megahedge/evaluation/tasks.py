@@ -20,7 +20,10 @@ PAPER_METRICS = {
     "logiqa": "acc",
     "winogrande": "acc",
 }
-"""The tasks of Attention to Mamba (arXiv 2604.14191) under lm-eval's names, and the metric that the paper gives of each."""
+"""The tasks of Attention to Mamba (arXiv 2604.14191) under lm-eval's names, and the metric that the paper gives of each.
+
+Of LAMBADA lm-eval has two texts; the paper does not say which it took, so its figure may be that of lambada_standard.
+"""
 
 
 def expand_names(names: Sequence[str]) -> tuple[str, ...]:

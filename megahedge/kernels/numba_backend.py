@@ -34,7 +34,7 @@ def load_sweeps() -> ModuleType | str:
         from megahedge.kernels import numba_sweeps
     except Exception as error:  # whatever a broken wheel raises
         return f"numba cannot be imported ({type(error).__name__}: {error}); pip install numba"
-    if not any(Path(numba_sweeps.__file__).parent.glob("__pycache__/numba_sweeps*.nbi")):
+    if not any(Path(numba_sweeps.forward.stats.cache_path).glob("numba_sweeps*.nbi")):
         get_logger("kernels").info("numba compiles the scan at its first use in an environment, for about half a minute")
     return numba_sweeps
 
@@ -115,9 +115,11 @@ def _threads_of_torch() -> Iterator[ModuleType]:
     """The sweeps, run by as many threads as torch has; numba's own start sets the number that torch has, which is put back."""
     sweeps, threads = load_sweeps(), torch.get_num_threads()
     sweeps.numba.set_num_threads(max(1, min(threads, sweeps.numba.config.NUMBA_NUM_THREADS)))
-    yield sweeps
-    if torch.get_num_threads() != threads:
-        torch.set_num_threads(threads)
+    try:
+        yield sweeps
+    finally:
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
 
 
 def _arrays(*tensors: Tensor) -> list:

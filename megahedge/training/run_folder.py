@@ -3,7 +3,7 @@
 run.json         options, command, code version, packages, data, model: written at every start, older starts kept in `history`
 metrics.jsonl    one line a logged step or evaluation
 checkpoints/     see megahedge/checkpoint/store.py
-summary.json     final figures, written when the run has used its budget
+summary.json     final figures, written when the run has used its budget or has diverged
 """
 
 import contextlib

@@ -51,6 +51,10 @@ class Job:
         """Note the options with which the folder is made.  Raises InputError where it was made with others."""
         record, now = self.beside(".options.json"), json.loads(json.dumps({"script": self.script.name} | self.options))
         if not record.is_file():
+            if self.summary() is not None:
+                raise InputError(
+                    f"{self.folder} holds a run with options that are not known, as {record.name} is missing; remove the folder"
+                )
             self.folder.parent.mkdir(parents=True, exist_ok=True)
             write_json(record, now)
             return

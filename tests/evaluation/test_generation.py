@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
 from megahedge.evaluation.generation import GenerateOptions, Writer, writers
@@ -28,7 +29,7 @@ def test_temperature_zero_takes_the_likeliest_token():
     tokenizer = transformers.AutoTokenizer.from_pretrained(TEACHER)
     tokens = tokenizer(PROMPT, return_tensors="pt").input_ids
     for _ in range(12):
-        tokens = model(tokens).logits[:, -1:].argmax(-1).new_tensor([[*tokens[0].tolist(), int(model(tokens).logits[0, -1].argmax())]])
+        tokens = torch.cat((tokens, model(tokens).logits[:, -1:].argmax(-1)), dim=1)
     assert PROMPT + written(temperature=0.0) == tokenizer.decode(tokens[0])
     assert written(temperature=0.0, seed=1) == written(temperature=0.0, seed=2)
 
@@ -70,6 +71,8 @@ def test_who_has_no_teacher_cannot_be_compared_with_it():
         ({"max_new_tokens": 0}, "--max_new_tokens=0"),
         ({"top_k": -1}, "--top_k=-1"),
         ({"prompt": ""}, "--prompt=''"),
+        ({"prompt": "\udcff"}, "is not valid UTF-8"),
+        ({"temperature": 1e-40}, "--temperature=1e-40 is too small"),
     ],
 )
 def test_bad_options_are_refused(changes, said):

@@ -85,5 +85,7 @@ def test_shapes_that_do_not_fit_are_refused():
     x, weight, bias, initial = example()
     with pytest.raises(ValueError, match=r"weight is \[d, k\]"):
         causal_conv(x, weight[:2], bias)
+    with pytest.raises(ValueError, match=r"k > 0, not \[3, 0\]"):
+        causal_conv(x, weight[:, :0], bias)
     with pytest.raises(ValueError, match=r"initial is \[b, k - 1, d\] = \[2, 3, 3\], not \[2, 2, 3\]"):
         causal_conv(x, weight, bias, initial=initial[:, 1:])

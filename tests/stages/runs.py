@@ -166,6 +166,14 @@ def write_other_teacher(folder: Path) -> None:
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
 
 
+def write_broken_teacher(folder: Path) -> None:
+    """`broken-teacher`: the teacher with one weight that is no number."""
+    copy = shutil.copytree(folder / TEACHER, folder / "broken-teacher")
+    tensors = load_file(copy / "model.safetensors")
+    tensors["gpt_neox.layers.0.attention.dense.weight"][0, 0] = float("nan")
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+
+
 def write_unfinished(folder: Path) -> None:
     """A run of stage 1 that was stopped before its end."""
     shutil.copytree(folder / "tuned-1-zero1", folder / "unfinished")

@@ -46,6 +46,7 @@ def refused(options, tmp_path):
         ({"rope": "after"}, ["another feature map: --rope=after (stage 1: before)"]),
         ({"normalizer_eps": 1e-4}, ["--normalizer_eps=0.0001 (stage 1: 1e-06)"]),
         ({"teacher_revision": "main"}, ["--teacher_revision=main"]),
+        ({"decay": "none", "decay_step": "garbage"}, ["--decay_step=garbage is not known", "auto, channel, head or state"]),
         ({"decay_step": "channel"}, ["decay_step='channel'", "decay=head"]),
         ({"kd_alpha": 1.5}, ["--kd_alpha=1.5"]),
         ({"tp_size": 3}, ["--tp_size=3", "1 or 2"]),
@@ -114,6 +115,8 @@ def test_a_teacher_whose_vocabulary_is_smaller_than_its_tokenizer_is_refused(ref
     ("name", "said"),
     [
         ("other-teacher-start", "has learnt from a teacher whose weights have digest"),
+        ("broken-teacher-stage-1", "the validation loss is nan before the first step: the weights that the run starts from hold NaN"),
+        ("broken-teacher-no-stage-1", "gives logits that are not finite: its weights hold NaN or infinity"),
         ("damaged-start", "parameters-00000.safetensors does not have the digest that was written"),
     ],
 )

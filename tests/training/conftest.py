@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.training.runs import (
+    GLOBAL_BATCH_SIZE,
+    SEQ_LEN,
     STEPS,
     Poison,
     PretrainReleased,
@@ -22,6 +24,8 @@ from tests.worlds import Worlds
 
 ZERO = ("zero0", "zero1", "zero2", "zero3")
 OFFLOAD = ("zero2_offload", "zero3_offload")
+FEW_STEPS = 4
+"""Fewer than the bad steps in a row that end a run."""
 SKIPPED = (3, 4)
 """Steps at which poisoned runs meet a NaN: in the loss, then in a gradient."""
 SKIPPED_AT_START = (1, 2, 3, 4, 5)
@@ -118,6 +122,9 @@ def _fast_two(inputs: Path) -> list[Run]:
     runs += [*_poisoned("zero1"), *_poisoned("zero3"), *_odd(inputs, "zero3")]
     ten_bad = Poison(("loss",), tuple(range(4, 20)), rank=1)
     runs.append(Run("all-bad", {"ds_config": ds_config("zero2")}, poison=ten_bad, expected_error="10 steps in a row"))
+    never = Poison(("loss",), tuple(range(1, STEPS + 1)), rank=0)
+    few = {"train_tokens": FEW_STEPS * SEQ_LEN * GLOBAL_BATCH_SIZE, "ds_config": ds_config("zero1")}
+    runs.append(Run("nothing-learnt", few, poison=never, expected_error="nothing was learnt"))
     runs.append(Run("disk-full", {"save_interval": 2, "stop_after": 6}, failing_save=4))  # two files a save: the second save's second
     last_save = {"save_interval": 3, "stop_after": 6}
     runs.append(Run("last-save-lost", last_save, failing_save=4, expected_error="its checkpoint could not be written"))

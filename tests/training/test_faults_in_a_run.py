@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.training.conftest import SKIPPED, ZERO
+from tests.training.conftest import FEW_STEPS, SKIPPED, ZERO
 from tests.training.runs import STEPS, checkpoint_at, curve, measured, state_of
 from tests.worlds import tiered
 
@@ -40,8 +40,22 @@ def test_training_recovers_from_skipped_steps(name, made):
 
 def test_ten_bad_steps_in_a_row_end_the_run_and_say_which_samples(made):
     """Steps 4 to 13 are bad; of step 13's samples 96 … 103 those from rank 1's second micro-batch on are named."""
-    made("all-bad")
+    run = made("all-bad")
     assert "[102, 103]" in made.outcomes["all-bad"]
+    summary = json.loads((run / "summary.json").read_text())  # by which a sweep knows that there is no more to come
+    assert (summary["step"], summary["validation_loss"]) == (13, None)
+
+
+def test_a_run_without_one_good_step_is_no_success(made):
+    run = made("nothing-learnt")
+    assert f"none of the {FEW_STEPS} steps had a finite loss and gradient" in made.outcomes["nothing-learnt"]
+    assert json.loads((run / "summary.json").read_text())["validation_loss"] is None
+
+
+def test_weights_that_give_no_number_are_told_before_the_first_step(made):
+    run = made("broken-start")
+    assert "hold NaN or infinity" in made.outcomes["broken-start"]
+    assert measured(run, "train") == [] and not (run / "summary.json").exists()
 
 
 @pytest.mark.parametrize("name", ["zero1-unused", "zero3-unused"])

@@ -63,6 +63,13 @@ def test_a_folder_made_with_other_options_is_not_taken_for_this_one(job):
     assert not job("b").folder.exists()
 
 
+def test_a_finished_run_of_unknown_options_is_not_taken_either(job):
+    run_jobs([job("a", lr=0.1)])
+    job("a").beside(".options.json").unlink()
+    with pytest.raises(InputError, match=r"a\.options\.json is missing"):
+        run_jobs([job("a", lr=0.1)])
+
+
 def test_a_stopped_start_stops_what_it_runs(job, tmp_path):
     """And the next start goes on with it."""
     (tmp_path / "script.py").write_text(
