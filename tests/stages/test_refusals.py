@@ -1,6 +1,7 @@
 """Bad input to either stage: one line that says what is wrong, status 2, nothing written."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -114,17 +115,23 @@ def test_a_teacher_whose_vocabulary_is_smaller_than_its_tokenizer_is_refused(ref
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("other-teacher-start", "has learnt from a teacher whose weights have digest"),
-        ("broken-teacher-stage-1", "the validation loss is nan before the first step: the weights that the run starts from hold NaN"),
-        ("broken-teacher-no-stage-1", "gives logits that are not finite: its weights hold NaN or infinity"),
-        ("damaged-start", "parameters-00000.safetensors does not have the digest that was written"),
+        ("other-teacher-start", "InputError: .* has learnt from a teacher whose weights have digest"),
+        ("broken-teacher-no-stage-1", "RunError: .* gives logits that are not finite: its weights hold NaN or infinity"),
+        ("damaged-start", "InputError: .*parameters-00000.safetensors does not have the digest that was written"),
     ],
 )
 def test_files_that_do_not_fit_are_refused_before_a_step(name, said, made):
     run = made(name)
-    error = made.outcomes[name].error
-    assert error.startswith("InputError: ") and said in error
+    assert re.match(said, made.outcomes[name].error)
     assert [path.name for path in run.iterdir()] == [".lock"]
+
+
+def test_stage_1_measures_its_teacher_before_the_first_step(made):
+    run = made("broken-teacher-stage-1")
+    said = "RunError: the validation loss is nan before the first step: the weights that the run starts from hold NaN"
+    assert made.outcomes["broken-teacher-stage-1"].error.startswith(said)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert {(row["kind"], row["step"]) for row in rows} == {("eval", 0)} and not (run / "checkpoints").exists()
 
 
 def test_the_commands_end_with_their_status_and_one_line(options, inputs, made, tmp_path):
