@@ -1,136 +1,180 @@
-"""Scan by matrix products over chunks of tokens, for decays that the channels of V share.
+"""Scan by matrix products over chunks of tokens (chunks.py), for decays that the channels of V share.
 
-Within a chunk the outputs are those of masked linear attention, with the decay between two tokens as a factor of their weight; a
-state [n, p] is carried from chunk to chunk.  Every exponent is a sum of log decays (<= 0) over the very tokens that it spans, so no
-exponential overflows and no difference of large sums loses digits, however strong the decay.
+The chunks are worked off in segments, one after the other, so that the memory beyond inputs and outputs does not grow with seq_len:
+the backward keeps the inputs and the state before each segment, and computes the rest of a segment again.
 """
 
-# b batch, t seq_len, h num_local_heads, n state_size, p head_dim, c number of chunks, T tokens of a chunk
+# b batch, t seq_len, h num_local_heads, n state_size, p head_dim, c number of chunks, T tokens of a chunk, q columns of X
+
+import dataclasses
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from megahedge.kernels.chunks import Chunks, Decay, Documents
 from megahedge.kernels.problem import Backend, Problem, ScanInputs, ScanOutputs
 
 CHUNK_SIZE = 64
+SEGMENT_ROWS = {"cpu": 1 << 13, "cuda": 1 << 17}
+"""About how many tokens, times heads and sequences, are worked on at a time, by the type of the device."""
 
 
 def run(inputs: ScanInputs) -> ScanOutputs:
-    """All torch operations; autograd gives the gradients."""
-    seq_len = inputs.C.shape[1]
-    chunk_size = min(CHUNK_SIZE, 1 << (seq_len - 1).bit_length())
-    keys, values = _weighted_inputs(inputs)
+    """Shapes as in ScanInputs."""
+    problem = inputs.problem
+    step = None if problem.step_axis is None else inputs.step.squeeze(-2 if problem.step_axis == "channel" else -1)
+    rate = None if inputs.rate is None else inputs.rate.squeeze(-1)
     state = inputs.numerator if inputs.denominator is None else torch.cat((inputs.numerator, inputs.denominator), dim=-1)
-    C, B, X = (_split(x, chunk_size) for x in (inputs.C, keys, values))
-    log_decay = None
-    if inputs.rate is not None:
-        log_decay = _split(-inputs.rate.squeeze(-1) * inputs.step.squeeze(-1), chunk_size)  # [b, h, c, T, 1 | n]
-    documents = None if inputs.boundaries is None else _split(inputs.boundaries[:, :, None, None].long(), chunk_size).cumsum(dim=-2)
-
-    outputs, state = _scan_chunks(C, B, X, log_decay, documents, state)
-    outputs = outputs.flatten(2, 3)[:, :, :seq_len].transpose(1, 2)  # [b, t, h, columns]
+    numerator, denominator, state = _ChunkedScan.apply(inputs.C, inputs.B, inputs.V, step, rate, state, inputs.boundaries, problem)
     if inputs.denominator is None:
-        return outputs, None, state, None
-    head_dim = inputs.problem.head_dim
-    return outputs[..., :head_dim], outputs[..., head_dim:], state[..., :head_dim], state[..., head_dim:]
+        return numerator, None, state, None
+    return numerator, denominator, state[..., : problem.head_dim], state[..., problem.head_dim :]
 
 
-def _weighted_inputs(inputs: ScanInputs) -> tuple[Tensor, Tensor]:
-    """B and V with the step multiplied into the one that has its axis; V followed by the denominator's column or columns."""
-    B, V = inputs.B, inputs.V
-    if inputs.problem.step_axis == "channel":
-        unit = inputs.step.squeeze(-2)
-        V = V * unit
-    else:
-        unit = V.new_ones(1).expand(*V.shape[:-1], 1)
-        if inputs.problem.step_axis is not None:
-            B = B * inputs.step.squeeze(-1)
-    return B, torch.cat((V, unit), dim=-1) if inputs.problem.normalize else V
+class _ChunkedScan(torch.autograd.Function):
+    """C, B, V, step, rate and boundaries as in Sequence, state [b, h, n, q].
 
-
-def _split(x: Tensor, chunk_size: int) -> Tensor:
-    """[b, t, h, d] -> [b, h, c, T, d].  The last chunk is filled up with zeros: tokens that add nothing and decay nothing."""
-    missing = -x.shape[1] % chunk_size
-    return pad(x.transpose(1, 2), (0, 0, 0, missing)).unflatten(2, (-1, chunk_size))
-
-
-def _scan_chunks(
-    C: Tensor, B: Tensor, X: Tensor, log_decay: Tensor | None, documents: Tensor | None, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Outputs [b, h, c, T, columns] and the state after the last chunk.
-
-    log_decay [b, h, c, T, 1 | n]; documents [b, 1, c, T, 1]: number of document starts in the chunk so far.
+    Returns numerator [b, t, h, p], denominator [b, t, h, q - p] and the last state.
     """
-    weights = _pair_weights(C, B, log_decay, documents)  # [b, h, c, T, T]
-    chunk_decay = None
-    if log_decay is not None:
-        C = C * _sums_up_to(log_decay).exp()
-        B = B * _sums_after(log_decay).exp()
-        chunk_decay = log_decay.sum(dim=-2).exp().unsqueeze(-1)  # [b, h, c, 1 | n, 1]
-    if documents is not None:
-        last = documents[..., -1:, :]
-        C = C * (documents == 0)
-        B = B * (documents == last)
-        chunk_decay = (last == 0) * (1.0 if chunk_decay is None else chunk_decay)
-    states = []
-    for chunk, update in enumerate((B.mT @ X).unbind(dim=2)):
-        states.append(state)
-        state = update + (state if chunk_decay is None else state * chunk_decay[:, :, chunk])
-    return weights @ X + C @ torch.stack(states, dim=2), state
+
+    @staticmethod
+    def forward(ctx, C, B, V, step, rate, state, boundaries, problem):
+        sequence = Sequence(C, B, V, step, rate, boundaries, problem)
+        outputs = [C.new_empty(*C.shape[:3], width) for width in (V.shape[-1], state.shape[-1] - V.shape[-1])]
+        starts = []
+        for span in sequence.spans():
+            starts.append(state)
+            chunks = sequence.chunks(span)
+            states = chunks.carry(state)
+            for whole, part in zip(outputs, chunks.outputs(states).tensor_split((V.shape[-1],), dim=-1), strict=True):
+                whole[:, span] = _join(part, span)
+            state = states[-1].clone()
+        ctx.save_for_backward(C, B, V, step, rate, boundaries, *starts)
+        ctx.problem = problem
+        return *outputs, state
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_numerator, grad_denominator, adjoint):
+        C, B, V, step, rate, boundaries, *starts = ctx.saved_tensors
+        sequence = Sequence(C, B, V, step, rate, boundaries, ctx.problem)
+        gradients = Gradients(sequence)
+        need_X = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
+        with torch.autocast(C.device.type, enabled=False):
+            for span, start in reversed(list(zip(sequence.spans(), starts, strict=True))):
+                chunks = sequence.chunks(span)
+                slopes = sequence.split(torch.cat((grad_numerator[:, span], grad_denominator[:, span]), dim=-1))
+                adjoints = chunks.carry_back(slopes, adjoint)
+                gradients.add(span, *chunks.gradients(chunks.carry(start), slopes, adjoints, need_X))
+                adjoint = adjoints[0].clone()
+        return gradients.C, gradients.B, gradients.V if need_X else None, gradients.step, gradients.rate, adjoint, None, None
 
 
-def _pair_weights(C: Tensor, B: Tensor, log_decay: Tensor | None, documents: Tensor | None) -> Tensor:
-    """Weight of token j in the output of token i of the same chunk and document, 0 for j > i: [b, h, c, T, T]."""
-    chunk_size = C.shape[-2]
-    if log_decay is not None and log_decay.shape[-1] > 1:
-        weights = _decayed_products(C, B, log_decay)
-    else:
-        weights = C @ B.mT
-        if log_decay is not None:
-            weights = weights * _sums_between(log_decay.squeeze(-1)).exp()
-    visible = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=C.device).tril()
-    if documents is not None:
-        visible = visible & (documents == documents.mT)
-    return weights.masked_fill(~visible, 0.0)
+@dataclasses.dataclass(frozen=True)
+class Sequence:
+    """What is scanned, and how it is cut."""
+
+    C: Tensor
+    """[b, t, h, n]"""
+    B: Tensor
+    """[b, t, h, n]"""
+    V: Tensor
+    """[b, t, h, p]"""
+    step: Tensor | None
+    """[b, t, h, 1 | n | p]; None where every step is 1."""
+    rate: Tensor | None
+    """[1 | h, 1 | n]"""
+    boundaries: Tensor | None
+    """[b, t] bool"""
+    problem: Problem
+
+    @property
+    def chunk_size(self) -> int:
+        """CHUNK_SIZE, or the next power of two above a shorter sequence."""
+        return min(CHUNK_SIZE, 1 << (self.C.shape[1] - 1).bit_length())
+
+    def spans(self) -> list[slice]:
+        """The segments, whole chunks but for the last."""
+        batch, seq_len, heads, _ = self.C.shape
+        rows = SEGMENT_ROWS.get(self.C.device.type, SEGMENT_ROWS["cuda"])
+        size = max(1, rows // (batch * heads * self.chunk_size)) * self.chunk_size
+        return [slice(start, min(start + size, seq_len)) for start in range(0, seq_len, size)]
+
+    def split(self, x: Tensor) -> Tensor:
+        """[b, t, h, d] of a segment -> [c, b, h, T, d].  The last chunk is filled up with zeros: tokens that add and decay nothing."""
+        missing = -x.shape[1] % self.chunk_size
+        x = pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
+        return x.unflatten(1, (-1, self.chunk_size)).permute(1, 0, 3, 2, 4).contiguous()
+
+    def chunks(self, span: slice) -> Chunks:
+        """A segment, steps multiplied in."""
+        C, B = self.split(self.C[:, span]), self.split(self.B[:, span])
+        if self.problem.step_axis == "state":
+            B = B * self.split(self.step[:, span])
+        decay = None if self.rate is None else Decay.of(self.decay_step(span), self.rate.unsqueeze(-2))
+        starts = None if self.boundaries is None else self.split(self.boundaries[:, span, None, None])
+        return Chunks(C, B, self.columns(span), decay, None if starts is None else Documents.of(starts))
+
+    def columns(self, span: slice) -> Tensor:
+        """What a segment's states take in, [c, b, h, T, q]: V and 1 for the denominator, times a step that is the same for all n."""
+        X = self.split(self.V[:, span])
+        unit = self.split(self.step[:, span]) if self.scales_columns else X.new_ones(()).expand(*X.shape[:-1], 1)
+        if self.scales_columns:
+            X = X * unit
+        return torch.cat((X, unit), dim=-1) if self.problem.normalize else X
+
+    @property
+    def scales_columns(self) -> bool:
+        """Whether the step goes into the columns; else it goes into B, if there is one."""
+        return self.problem.step_axis in ("shared", "channel")
+
+    def decay_step(self, span: slice) -> Tensor:
+        """The step in the decay, [c, b | 1, h | 1, T, 1 | n]."""
+        step = self.V.new_ones(1, self.V.shape[1], 1, 1) if self.step is None else self.step
+        return self.split(step[:, span])
 
 
-def _decayed_products(C: Tensor, B: Tensor, log_decay: Tensor) -> Tensor:
-    """sum_n C_i B_j exp(sum of log_decay over j < k <= i) for j <= i, where the decay differs between the n: [..., T, T].
+class Gradients:
+    """Those of a Sequence's tensors, gathered segment by segment from the last to the first."""
 
-    By halving: between a token of the second half and one of the first, the sum parts at the middle into one factor for each, so
-    that the corner is a matrix product; the two halves are the same problem again.  log2(T) times as many exponentials as there
-    are inputs, instead of T times.
-    """
-    size = C.shape[-2]
-    if size == 1:
-        return (C * B).sum(dim=-1, keepdim=True)
-    C, B, log_decay = (x.unflatten(-2, (2, size // 2)) for x in (C, B, log_decay))
-    later = C[..., 1, :, :] * _sums_up_to(log_decay[..., 1, :, :]).exp()
-    earlier = B[..., 0, :, :] * _sums_after(log_decay[..., 0, :, :]).exp()
-    corner = later @ earlier.mT
-    first, second = _decayed_products(C, B, log_decay).unbind(dim=-3)
-    return torch.cat((pad(first, (0, size // 2)), torch.cat((corner, second), dim=-1)), dim=-2)
+    def __init__(self, sequence: Sequence):
+        self.sequence = sequence
+        self.C, self.B, self.V = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (sequence.C, sequence.B, sequence.V))
+        self.step = None if sequence.step is None else torch.zeros_like(sequence.step, memory_format=torch.contiguous_format)
+        self.rate = None if sequence.rate is None else torch.zeros_like(sequence.rate)
 
-
-def _sums_between(x: Tensor) -> Tensor:
-    """[..., T] -> [..., T, T]: sum of x over j < k <= i; 0 for j >= i."""
-    x = x.unsqueeze(-1)
-    return _sums_up_to(x * _ones_like_pairs(x).tril(-1))
-
-
-def _sums_up_to(x: Tensor) -> Tensor:
-    """[..., T, d] -> [..., T, d]: sum of x over k <= i.  By matrix product: the gradient of cumsum flips its input, which is slow."""
-    return _ones_like_pairs(x).tril() @ x
-
-
-def _sums_after(x: Tensor) -> Tensor:
-    """[..., T, d] -> [..., T, d]: sum of x over k > j."""
-    return _ones_like_pairs(x).triu(1) @ x
+    def add(self, span: slice, C: Tensor, B: Tensor, X: Tensor | None, decay_step: Tensor | None, rate: Tensor | None) -> None:
+        """Those that a segment's Chunks give: of C, B and X, steps multiplied in, and of step and rate in the decay."""
+        sequence = self.sequence
+        self.C[:, span] = _join(C, span)
+        step = None if sequence.step is None else sequence.split(sequence.step[:, span])
+        grad_step = decay_step
+        if sequence.problem.step_axis == "state":
+            grad_step = _sum_of(grad_step, (B * sequence.split(sequence.B[:, span])))
+            B = B * step
+        self.B[:, span] = _join(B, span)
+        if X is not None:
+            V, unit = X.split((sequence.V.shape[-1], X.shape[-1] - sequence.V.shape[-1]), dim=-1)
+            if sequence.scales_columns:
+                by_V = (V * sequence.split(sequence.V[:, span])).sum_to_size(step.shape)
+                grad_step = _sum_of(grad_step, by_V + unit if sequence.problem.normalize else by_V)
+                V = V * step
+            self.V[:, span] = _join(V, span)
+        if step is not None and grad_step is not None:
+            self.step[:, span] = _join(grad_step, span)
+        if rate is not None:
+            self.rate += rate.squeeze(-2)
 
 
-def _ones_like_pairs(x: Tensor) -> Tensor:
-    return x.new_ones(x.shape[-2], x.shape[-2])
+def _sum_of(a: Tensor | None, b: Tensor) -> Tensor:
+    return b if a is None else a + b
+
+
+def _join(x: Tensor, span: slice) -> Tensor:
+    """[c, b, h, T, d] -> [b, t, h, d], a segment's view without what filled it up."""
+    return x.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, : span.stop - span.start]
 
 
 def supports(problem: Problem) -> str | None:

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from megahedge.kernels import BACKENDS
-from tests.kernels.problems import GRID, Case, assert_close, case_id, run_backend, run_oracle, with_backends
+from megahedge.kernels import BACKENDS, chunked, scan
+from tests.kernels.problems import GRID, Case, assert_close, case_id, gradients, inputs, run_backend, run_oracle, with_backends
 
 FP64 = 1e-10
 """Some 1e5 roundings of 1e-16, and differences of decays that the oracle sums over the whole sequence."""
@@ -94,3 +94,26 @@ def test_long_sequences_lose_no_digits(backend):
     case = Case("channel", "channel") if not Case("state", "state").runnable_by(backend) else Case("state", "state")
     case = dataclasses.replace(case, seq_len=1000, batch=1, num_heads=1, state_size=3, head_dim=2, documents=False, largest_rate=10.0)
     assert_close(run_backend(backend, case, torch.float32), run_backend("reference", case), FP32)
+
+
+@pytest.mark.parametrize("largest_rate", (1.0, 3.0, 20.0), ids="rates up to {}".format)
+@pytest.mark.parametrize("case", [case for case in GRID if case.runnable_by("chunked")], ids=case_id)
+def test_chunked_is_right_over_several_segments(case, largest_rate, monkeypatch):
+    """Segments of two chunks, the last one cut short; decays that are split in the middle of a chunk, and in small blocks."""
+    monkeypatch.setitem(chunked.SEGMENT_ROWS, "cpu", 2 * 2 * 2 * chunked.CHUNK_SIZE)
+    case = dataclasses.replace(case, seq_len=200, state_size=3, head_dim=2, largest_rate=largest_rate)
+    assert_close(run_backend("chunked", case), run_oracle(case), FP64)
+    assert_close(run_backend("chunked", case, torch.float32), run_oracle(case), FP32)
+
+
+def test_chunked_leaves_out_what_is_not_asked_for():
+    """Gradients of some inputs only, as in stage 1, where V is frozen."""
+    tensors, _ = inputs(Case("state", "shared"))
+    everything = run_backend("chunked", Case("state", "shared", initial=False, documents=False))
+    for names in (("C", "B"), ("rate",), ("V",), ("step",)):
+        leaves = {name: tensors[name].clone().requires_grad_(name in names) for name in ("C", "B", "V", "step", "rate")}
+        y, state = scan(**leaves, backend="chunked")
+        results = {"y": y, "last numerator": state.numerator, "last denominator": state.denominator}
+        found = gradients(results, {name: leaves[name] for name in names}, seed=0)
+        for name in names:
+            torch.testing.assert_close(found[f"grad {name}"], everything[f"grad {name}"], rtol=1e-12, atol=1e-12)
