@@ -7,9 +7,9 @@ Backward in two sweeps.  With dS_t = C_t outer dout_t + a_{t+1} dS_{t+1} the adj
 q_t = sum_g dS_t (a_t S_{t-1}).  With S_t = a_t S_{t-1} + B_t X_t put into q_{t+1} = sum_g (a_{t+1} dS_{t+1}) S_t,
     q_t - q_{t+1} = sum_g (C_t dout_t (a_t S_{t-1})  -  (a_{t+1} dS_{t+1}) B_t X_t).
 The first term needs only states, the second only adjoint states: a sweep forwards recomputes the one, a sweep backwards the other, and
-their running sum gives q without both ever being stored.  The sum is restarted from exact values (a checkpointed state) every
-CHECKPOINT_INTERVAL tokens: over a long sequence its cancellation would cost fast-decaying states their digits.  For their sake, too,
-what a token gives to itself, C_t dout_t B_t X_t, is in neither term: it is added to the outputs and gradients apart.
+their running sum gives q without both ever being stored.  The sum is restarted every CHECKPOINT_INTERVAL tokens from what is left of a
+state, sum_g (a_{t+1} dS_{t+1}) (a_t S_{t-1}): over a long sequence its cancellation would cost fast-decaying states their digits.  For
+their sake, too, what a token gives to itself, C_t dout_t B_t X_t, is in neither term: it is added to the outputs and gradients apart.
 """
 
 # b batch, t seq_len, h num_local_heads, n state_size, p head_dim, g 2 (numerator, denominator) or 1
@@ -92,7 +92,7 @@ class _Forwards:
     elapsed: list[Tensor]
     """For each token the sum of steps since its stretch or its document began."""
     checkpoints: list[Tensor]
-    """The state after each stretch."""
+    """What is left of the state at the last token of each stretch, before that token adds to it."""
 
 
 def _sweep_forwards(saved: tuple[Tensor, ...], resets: list[Tensor | None], grad_outputs: Tensor) -> _Forwards:
@@ -109,9 +109,9 @@ def _sweep_forwards(saved: tuple[Tensor, ...], resets: list[Tensor | None], grad
         product.mul_(C[t].unsqueeze(-1))
         grad_rate.addcmul_(product, elapsed[t], value=-1)
         rated[t] = product.mul_(rate).sum_to_size(step[t].shape)
-        _add_outer_(state, B[t], X[t])
         if _ends_stretch(t, len(resets)):
             checkpoints.append(state.clone())
+        _add_outer_(state, B[t], X[t])
     return _Forwards(grad_C, grad_rate, rated, elapsed, checkpoints)
 
 
@@ -121,17 +121,18 @@ def _sweep_backwards(
     """Gradients of C, B, X, step, rate and state."""
     C, B, X, step, rate, _ = saved
     adjoint = grad_state.clone()
-    decay, product, running = _decay_scratch(rate, step), torch.empty_like(adjoint[0]), None
+    decay, product, running = _decay_scratch(rate, step), torch.empty_like(adjoint[0]), 0.0
     grad_B, grad_X, grad_step, grad_rate = torch.empty_like(B), torch.empty_like(X), torch.empty_like(step), forwards.rate
     for t, reset in reversed(list(enumerate(resets))):
-        if _ends_stretch(t, len(resets)):
-            _sum_products(adjoint, forwards.checkpoints.pop(), out=product)  # q_{t+1}
-            grad_rate.addcmul_(product, forwards.elapsed[t], value=-1)
-            running = product.mul_(rate).sum_to_size(step[t].shape)
         grad_X[t] = _contract(B[t], adjoint)
         _sum_products(adjoint, X[t].unsqueeze(-2), out=product)
         grad_B[t] = product.sum(dim=-1)
-        product.mul_(B[t].unsqueeze(-1))
+        if _ends_stretch(t, len(resets)):
+            _sum_products(adjoint, forwards.checkpoints.pop(), out=product)  # q_{t+1} less the token's own part, exactly
+            product.neg_()
+            running = 0.0
+        else:
+            product.mul_(B[t].unsqueeze(-1))
         grad_rate.addcmul_(product, forwards.elapsed[t])
         running = running + forwards.rated[t] - product.mul_(rate).sum_to_size(step[t].shape)
         running = _cleared(running, reset)  # the first token of a document decays nothing: its q is 0

@@ -45,13 +45,15 @@ def run(inputs: ScanInputs) -> ScanOutputs:
     B, x, u = weighted_inputs(inputs)
     heads, state_size, head_dim = C.shape[2], C.shape[3], x.shape[3]
     by_state = inputs.problem.step_axis == "state"
-    step = inputs.step.squeeze(-1) if by_state else inputs.step.squeeze(-2).expand_as(x)
+    step = inputs.step.squeeze(-1) if by_state else inputs.step.squeeze(-2).expand_as(x).unsqueeze(-1)
     lanes = rate.expand(heads, state_size, head_dim).transpose(1, 2)
     h = inputs.numerator
     # Without normalisation a denominator is carried along and left unread.
     z = torch.zeros_like(h) if inputs.denominator is None else inputs.denominator
     states = (state.transpose(2, 3) for state in (h, z))
-    numerator, denominator, h, z = _CompiledScan.apply(C, B, x, u, step, lanes, *states, inputs.boundaries, by_state)
+    by_head = (y.transpose(1, 2) for y in (C, B, x, u, step))
+    numerator, denominator, h, z = _CompiledScan.apply(*by_head, lanes, *states, inputs.boundaries)
+    numerator, denominator = numerator.transpose(1, 2), denominator.transpose(1, 2)
     if inputs.denominator is None:
         return numerator, None, h.transpose(2, 3), None
     return numerator, denominator, h.transpose(2, 3), z.transpose(2, 3)
@@ -60,19 +62,18 @@ def run(inputs: ScanInputs) -> ScanOutputs:
 class _CompiledScan(torch.autograd.Function):
     """Shapes as in numba_sweeps.Inputs, h and z [b, h, p, n], boundaries [b, t] or None.
 
-    Returns numerator and denominator [b, t, h, p] and the last h and z.
+    Returns numerator and denominator [b, h, t, p] and the last h and z.
     """
 
     @staticmethod
-    def forward(ctx, C, B, x, u, step, rate, h, z, boundaries, by_state):
+    def forward(ctx, C, B, x, u, step, rate, h, z, boundaries):
         C, B, x, u, step, rate, h, z = (tensor.contiguous() for tensor in (C, B, x, u, step, rate, h, z))
-        resets = C.new_zeros(C.shape[:2], dtype=torch.bool) if boundaries is None else boundaries.contiguous()
+        resets = C.new_zeros(C.shape[0], C.shape[2], dtype=torch.bool) if boundaries is None else boundaries.contiguous()
         ctx.save_for_backward(C, B, x, u, step, rate, resets, h, z)
-        ctx.by_state = by_state
         numerator, denominator, h, z = torch.empty_like(x), torch.empty_like(x), h.clone(), z.clone()
         with _threads_of_torch() as sweeps:
-            inputs = sweeps.Inputs(*_arrays(C, B, x, u, step, rate, resets), by_state)
-            sweeps.forward(inputs, *_arrays(h, z, numerator, denominator))
+            inputs = sweeps.Inputs(*_arrays(C, B, x, u, step, rate, resets))
+            sweeps.forward(inputs, *_arrays(h, z), CHECKPOINT_INTERVAL, *_arrays(numerator, denominator))
         own = (C * B).sum(dim=-1, keepdim=True)  # a token reads itself apart from what it keeps, as in loop.py
         return numerator.addcmul_(own, x), denominator.addcmul_(own, u), h, z
 
@@ -82,12 +83,12 @@ class _CompiledScan(torch.autograd.Function):
         C, B, x, u, step, rate, resets, h, z = ctx.saved_tensors
         grad_numerator, grad_denominator = grad_numerator.contiguous(), grad_denominator.contiguous()
         adjoint_h, adjoint_z = (grad.clone(memory_format=torch.contiguous_format) for grad in (grad_h, grad_z))
-        num_stretches = -(-C.shape[1] // CHECKPOINT_INTERVAL)
+        num_stretches = -(-C.shape[2] // CHECKPOINT_INTERVAL)
         grads = [torch.zeros_like(tensor) for tensor in (C, B, x, u, h, step)]
-        grads.append(step.new_zeros(step.shape[0], num_stretches, *step.shape[2:]))
+        grads.append(step.new_zeros(*step.shape[:2], num_stretches, *step.shape[3:]))
         elapsed, grad_step = torch.empty_like(step), torch.empty_like(step)
         with _threads_of_torch() as sweeps:
-            inputs = sweeps.Inputs(*_arrays(C, B, x, u, step, rate, resets), ctx.by_state)
+            inputs = sweeps.Inputs(*_arrays(C, B, x, u, step, rate, resets))
             slopes = sweeps.Slopes(*_arrays(grad_numerator, grad_denominator, adjoint_h, adjoint_z))
             gradients = sweeps.Gradients(*_arrays(*grads))
             sweeps.backward(inputs, slopes, *_arrays(h, z), CHECKPOINT_INTERVAL, *_arrays(elapsed), gradients, *_arrays(grad_step))
@@ -105,7 +106,6 @@ class _CompiledScan(torch.autograd.Function):
             grad_rate.sum(0),
             adjoint_h,
             adjoint_z,
-            None,
             None,
         )
 
