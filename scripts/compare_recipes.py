@@ -3,7 +3,8 @@
 python scripts/compare_recipes.py --teacher scripts/quickstart/teacher --data_path data/small --output_dir runs/comparison
 
 A run without a stage 1 gets the tokens of both stages.  Where several rates are given, the first seed finds the best of them, and all
-seeds are compared at it.  Runs lie below --output_dir; a second start goes on where the first has ended.
+seeds are compared at it.  A run that has diverged has no loss, and neither has its row.  Runs lie below --output_dir; a second start
+goes on where the first has ended.
 """
 
 import dataclasses
@@ -12,7 +13,8 @@ import statistics
 from collections.abc import Hashable
 from pathlib import Path
 
-from megahedge.evaluation.evaluate import EvaluateOptions, evaluate
+from megahedge.evaluation.evaluate import evaluate
+from megahedge.evaluation.options import EvaluateOptions
 from megahedge.utils.cli import Count, parse_options, run_main
 from megahedge.utils.errors import InputError
 from megahedge.utils.files import write_json
@@ -118,7 +120,7 @@ class Comparison:
         stage1 = self._losses({recipe: [self.stage1(recipe, seed) for seed in options.seeds] for recipe in recipes})
         starts = [(contender, with_stage1) for with_stage1 in (True, False) for contender in self.contenders]
         tried = self._losses({start: [self.stage2(start[0], first_seed, lr, start[1]) for lr in start[0].rates] for start in starts})
-        best = {start: start[0].rates[losses.index(min(losses))] for start, losses in tried.items()}
+        best = {start: self._best_rate(start[0].rates, losses) for start, losses in tried.items()}
         final = self._losses({start: [self.stage2(start[0], seed, best[start], start[1]) for seed in options.seeds] for start in starts})
         rows = [self._row("teacher", [self._teacher_loss()])]
         rows += [self._row(f"stage 1, {recipe}", stage1[recipe]) for recipe in recipes]
@@ -129,11 +131,15 @@ class Comparison:
             rows.append(row | {"recovered": self._recovered(rows, contender.recipe, row["loss"])})
         return rows
 
-    def _losses(self, jobs: dict[Hashable, list[Job]]) -> dict[Hashable, list[float]]:
-        """Validation losses under the same keys, of runs made side by side; infinite where a run has diverged."""
+    def _losses(self, jobs: dict[Hashable, list[Job]]) -> dict[Hashable, list[float | None]]:
+        """Validation losses under the same keys, of runs made side by side; None where a run has diverged."""
         summaries = iter(run_jobs([job for group in jobs.values() for job in group], self.options.parallel))
-        losses = {key: [next(summaries)["validation_loss"] for _ in group] for key, group in jobs.items()}
-        return {key: [math.inf if loss is None else loss for loss in group] for key, group in losses.items()}
+        return {key: [next(summaries)["validation_loss"] for _ in group] for key, group in jobs.items()}
+
+    @staticmethod
+    def _best_rate(rates: tuple[float, ...], losses: list[float | None]) -> float:
+        """That of the lowest loss; the first where all have diverged."""
+        return min(zip(rates, losses, strict=True), key=lambda tried: math.inf if tried[1] is None else tried[1])[0]
 
     def _teacher_loss(self) -> float:
         options = self.options
@@ -143,33 +149,33 @@ class Comparison:
         return evaluate(asked).perplexity.loss
 
     @staticmethod
-    def _row(label: str, losses: list[float]) -> dict:
-        spread = statistics.stdev(losses) if len(losses) > 1 else None
-        return {
-            "model": label,
-            "loss": statistics.mean(losses),
-            "spread": spread,
-            "perplexity": math.exp(statistics.mean(losses)),
-            "losses": losses,
-        }
+    def _row(label: str, losses: list[float | None]) -> dict:
+        """Figures of a row; None unless all of its runs have ended by their budget."""
+        finite = None not in losses
+        loss = statistics.mean(losses) if finite else None
+        spread = statistics.stdev(losses) if finite and len(losses) > 1 else None
+        return {"model": label, "loss": loss, "spread": spread, "perplexity": math.exp(loss) if finite else None, "losses": losses}
 
     @staticmethod
-    def _recovered(rows: list[dict], recipe: str, loss: float) -> float:
-        """Share of the loss between the recipe's stage 1 and the teacher that is won back."""
+    def _recovered(rows: list[dict], recipe: str, loss: float | None) -> float | None:
+        """Share of the loss between the recipe's stage 1 and the teacher that is won back; None where one of these is not known."""
         by_model = {row["model"]: row["loss"] for row in rows}
         start = by_model[f"stage 1, {recipe}"]
-        return (start - loss) / (start - by_model["teacher"])
+        return None if loss is None or start is None else (start - loss) / (start - by_model["teacher"])
 
 
 def table(rows: list[dict]) -> str:
     """For people."""
     lines = [f"{'model':<24} {'lr':>8} {'loss':>8} {'± seeds':>8} {'perplexity':>11} {'recovered':>10}"]
     for row in rows:
-        lr = f"{row['lr']:g}" if "lr" in row else "-"
-        spread = "-" if row["spread"] is None else f"{row['spread']:.4f}"
-        recovered = f"{row['recovered']:.1%}" if "recovered" in row else "-"
-        lines.append(f"{row['model']:<24} {lr:>8} {row['loss']:8.4f} {spread:>8} {row['perplexity']:11.3f} {recovered:>10}")
+        lr, spread, recovered = _show(row.get("lr"), "g"), _show(row["spread"], ".4f"), _show(row.get("recovered"), ".1%")
+        loss, perplexity = _show(row["loss"], ".4f", "diverged"), _show(row["perplexity"], ".3f")
+        lines.append(f"{row['model']:<24} {lr:>8} {loss:>8} {spread:>8} {perplexity:>11} {recovered:>10}")
     return "\n".join(lines)
+
+
+def _show(value: float | None, form: str, unknown: str = "-") -> str:
+    return unknown if value is None else format(value, form)
 
 
 def main() -> None:

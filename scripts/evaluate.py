@@ -8,7 +8,8 @@ perplexity and bits per byte divide the same loss by the words (divided by white
 Tasks have lm-eval's prompts and metrics; `paper` names the ten of Attention to Mamba (arXiv 2604.14191).
 """
 
-from megahedge.evaluation.evaluate import EvaluateOptions, evaluate
+from megahedge.evaluation.evaluate import evaluate
+from megahedge.evaluation.options import EvaluateOptions
 from megahedge.utils.cli import parse_options, run_main
 from megahedge.utils.files import disk_errors_explained, write_json
 from megahedge.utils.versions import code_version, package_versions

@@ -23,7 +23,7 @@ def main() -> None:
     for prompt in read_prompts():
         try:
             answer(prompt, models)
-        except InputError as error:  # the next prompt may fit
+        except InputError as error:  # the next prompt may do
             print(f"error: {error}", file=sys.stderr)
 
 
@@ -48,7 +48,8 @@ class Printer:
 
 
 def read_prompts() -> Iterator[str]:
-    """Lines that are not empty; a terminal is asked for each."""
+    """Lines that are not empty; a terminal is asked for each.  Bytes that are no text become lone surrogates, which a Writer refuses."""
+    sys.stdin.reconfigure(errors="surrogateescape")
     while True:
         if sys.stdin.isatty():
             print("prompt> ", end="", flush=True)

@@ -3,7 +3,7 @@
 # An environment that is there already is kept, with the torch that it has.  Set PYTHON to choose the interpreter of a new one.
 
 setup_venv() {
-    local extras=$1 wanted stamp
+    local extras=$1 wanted stamp stamps
     if [ ! -x .venv/bin/python ]; then
         "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
             echo "Python 3.11 or newer is needed; set PYTHON to one" >&2
@@ -13,14 +13,15 @@ setup_venv() {
         "${PYTHON:-python3}" -m venv .venv || return
     fi
     wanted=$(cat setup.py constraints.txt | sha256sum)
-    for stamp in ".venv/.megahedge-$extras" ".venv/.megahedge-dev"; do
-        if [ "$stamp" = .venv/.megahedge-dev ] && [ "$extras" != cpu ]; then continue; fi # dev holds what cpu does
+    stamps=(".venv/.installed-$extras")
+    if [ "$extras" = cpu ]; then stamps+=(.venv/.installed-dev); fi # dev holds what cpu does
+    for stamp in "${stamps[@]}"; do
         if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then return 0; fi
     done
     echo "installing megahedge[$extras] and the versions in constraints.txt (some minutes on a fresh machine)"
     install_torch || return
-    .venv/bin/python -m pip install --quiet -c constraints.txt -e ".[$extras]" || return
-    echo "$wanted" >"$stamp"
+    pip_install -c constraints.txt -e ".[$extras]" || return
+    echo "$wanted" >".venv/.installed-$extras"
 }
 
 # A machine with an NVIDIA GPU takes the default build; one without is spared the gigabytes of CUDA libraries where a CPU build can be had.
@@ -29,12 +30,27 @@ install_torch() {
     if .venv/bin/python -c 'import torch' 2>/dev/null; then return 0; fi
     torch=torch==$(sed -n 's/^torch==//p' constraints.txt)
     if command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then
-        .venv/bin/python -m pip install --quiet "$torch"
+        pip_install "$torch"
         return
     fi
-    .venv/bin/python -m pip install --quiet "$torch+cpu" 2>/dev/null && return
+    pip_install "$torch+cpu" 2>/dev/null && return
     # uv knows where PyTorch keeps its CPU builds
-    .venv/bin/python -m pip install --quiet uv &&
-        .venv/bin/uv pip install --quiet --python .venv/bin/python --torch-backend cpu "$torch" && return
-    .venv/bin/python -m pip install --quiet "$torch"
+    pip_install uv && .venv/bin/uv pip install --python .venv/bin/python --torch-backend cpu "$torch" && return
+    pip_install "$torch"
+}
+
+# pip's own bars on a terminal; elsewhere a line for each package that it fetches, and for the installation.  The status is pip's.
+pip_install() {
+    if [ -t 1 ]; then
+        .venv/bin/python -m pip install "$@"
+        return
+    fi
+    (
+        set -o pipefail
+        .venv/bin/python -m pip install --progress-bar off "$@" | while IFS= read -r line; do
+            case $line in
+                Collecting* | "  Downloading"* | Installing* | "Successfully installed"*) printf '%s\n' "$line" ;;
+            esac
+        done
+    )
 }

@@ -1,4 +1,4 @@
-"""Everything can be imported where none of the optional packages is installed."""
+"""Everything but what is made to adapt an optional package can be imported where none of them is installed."""
 
 import subprocess
 import sys
@@ -6,6 +6,8 @@ import sys
 from tests.test_layers_of_imports import NAMES, PACKAGE
 
 OPTIONAL = ("mamba_ssm", "causal_conv1d", "triton", "wandb", "lm_eval", "accelerate", "sentencepiece", "datasets")
+ADAPTERS = "megahedge.evaluation.lm_eval."
+"""What the modules below are there for; the package itself says what is missing."""
 
 _PROGRAM = '''
 import importlib, sys
@@ -26,12 +28,20 @@ sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
 for name in NAMES:
     importlib.import_module(name)
 assert not {name.split(".")[0] for name in sys.modules} & set(OPTIONAL)
+try:
+    sys.modules["megahedge.evaluation.lm_eval"].check_installed()
+except ValueError as error:
+    assert "pip install -c constraints.txt -e .[eval]" in str(error) and "\\n" not in str(error), error
+else:
+    raise AssertionError("lm-eval is not missed")
 print("imported", len(NAMES))
 '''
 
 
-def test_every_module_imports_without_the_optional_packages():
-    program = f"OPTIONAL, NAMES = {OPTIONAL!r}, {sorted(NAMES)!r}\n{_PROGRAM}"
-    done = subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=120)
+def test_every_other_module_imports_without_the_optional_packages():
+    names = sorted(name for name in NAMES if not name.startswith(ADAPTERS))
+    assert len(names) == len(NAMES) - 3
+    program = f"OPTIONAL, NAMES = {OPTIONAL!r}, {names!r}\n{_PROGRAM}"
+    done = subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert f"imported {len(NAMES)}" in done.stdout
+    assert f"imported {len(names)}" in done.stdout

@@ -10,7 +10,8 @@ import transformers
 from megahedge.data.meta import tokenizer_digest
 from megahedge.data.preprocess import PreprocessConfig, preprocess
 from megahedge.data.tokenizer import load_tokenizer
-from megahedge.evaluation.evaluate import EvaluateOptions, evaluate
+from megahedge.evaluation.evaluate import evaluate
+from megahedge.evaluation.options import EvaluateOptions
 from megahedge.models.hf_weights import load_config
 
 REPOSITORY = Path(__file__).parents[1]

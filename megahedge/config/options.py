@@ -38,6 +38,8 @@ class DataOptions:
     """Sequences per optimizer step, over all ranks."""
     micro_batch_size: int | str = "auto"
     """Sequences per rank per forward; auto is the largest divisor of global_batch_size / dp_size that is at most 4."""
+    reset_at_documents: bool = False
+    """Documents of a sequence do not see each other: attention, scan, convolution and positions start anew after each end of one."""
     eval_tokens: Count = 10**6
     """Tokens of the validation split that each evaluation scores (all of them where there are fewer)."""
 

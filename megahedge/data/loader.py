@@ -26,6 +26,22 @@ class Batch:
     labels: torch.Tensor  # int64 [b, t] the token after each input, or IGNORE_INDEX
     positions: tuple[int, ...]
     """Sample positions of the rows, for error reports."""
+    boundaries: torch.Tensor | None = None  # bool [b, t] true where a document begins, if documents are kept apart
+
+    def inputs(self, device: torch.device | str) -> tuple[torch.Tensor, ...]:
+        """What a model is called with: tokens, labels and, where there are any, boundaries."""
+        tensors = (self.tokens, self.labels, self.boundaries)
+        return tuple(tensor.to(device) for tensor in tensors if tensor is not None)
+
+
+def document_starts(tokens: torch.Tensor, eod_id: int | None) -> torch.Tensor | None:
+    """bool [b, t], true after each end-of-document token of tokens [b, t]; None without an `eod_id`.
+
+    A row's first token needs no mark: there is nothing before it.
+    """
+    if eod_id is None:
+        return None
+    return torch.nn.functional.pad(tokens[:, :-1] == eod_id, (1, 0))
 
 
 class SampleSource(Protocol):
@@ -78,6 +94,7 @@ class BatchLoader:
 
     Row j of micro-batch m on rank r of a global batch is the sample at start + m * (dp_size * micro_batch_size) + r * micro_batch_size + j,
     so the samples of a global batch are the same however it is divided.
+    eod_id: the token that ends a document, where the batches are to say where documents begin.
     """
 
     def __init__(
@@ -89,6 +106,7 @@ class BatchLoader:
         dp_rank: int = 0,
         dp_size: int = 1,
         vocab_size: int | None = None,
+        eod_id: int | None = None,
     ):
         if global_batch_size % (micro_batch_size * dp_size):
             raise InputError(
@@ -99,6 +117,7 @@ class BatchLoader:
         self.dp_rank = dp_rank
         self.dp_size = dp_size
         self.vocab_size = vocab_size
+        self.eod_id = eod_id
         self.num_micro_batches = global_batch_size // (micro_batch_size * dp_size)
 
     def micro_batches(self, start_position: int) -> Iterator[Batch]:
@@ -111,7 +130,8 @@ class BatchLoader:
             samples = np.stack([self.data.sample(position) for position in positions])  # [b, t + 1]
             self._check_ids(samples, positions)
             tokens = torch.from_numpy(samples)
-            yield Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions)
+            inputs = tokens[:, :-1].contiguous()
+            yield Batch(inputs, tokens[:, 1:].contiguous(), positions, document_starts(inputs, self.eod_id))
 
     def _check_ids(self, samples: np.ndarray, positions: tuple[int, ...]) -> None:
         if self.vocab_size is None or (samples.min() >= 0 and samples.max() < self.vocab_size):
@@ -125,10 +145,19 @@ class ValidationData:
 
     Window i has inputs i*L to (i+1)*L - 1 and labels one further on; the last is padded with input 0 and label IGNORE_INDEX.
     max_tokens: score the first so many tokens only.
+    eod_id: the token that ends a document, where the batches are to say where documents begin.
     Raises InputError where there is no token to score, and while reading for an id outside `vocab_size`.
     """
 
-    def __init__(self, prefix: str | os.PathLike, seq_len: int, max_tokens: int | None = None, vocab_size: int | None = None):
+    def __init__(
+        self,
+        prefix: str | os.PathLike,
+        seq_len: int,
+        max_tokens: int | None = None,
+        vocab_size: int | None = None,
+        eod_id: int | None = None,
+    ):
+        self.eod_id = eod_id
         self.dataset = IndexedDataset(prefix)
         self.seq_len = seq_len
         self.vocab_size = vocab_size
@@ -151,7 +180,7 @@ class ValidationData:
             positions = _rank_positions(0, micro_batch, micro_batch_size, dp_rank, dp_size)
             rows = [self._window(window) for window in positions]
             tokens, labels = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
-            yield Batch(tokens, labels, positions)
+            yield Batch(tokens, labels, positions, document_starts(tokens, self.eod_id))
 
     def _window(self, window: int) -> tuple[np.ndarray, np.ndarray]:
         tokens = np.zeros(self.seq_len, np.int64)

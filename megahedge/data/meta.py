@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -127,6 +128,24 @@ def tokenizer_digest(tokenizer) -> str:
     vocabulary = sorted((index, token) for token, index in tokenizer.get_vocab().items())
     probe = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
     return hashlib.sha256(json.dumps([vocabulary, probe]).encode()).hexdigest()
+
+
+def end_of_documents(prefixes: Sequence[str], tokenizer, tokenizer_source: str) -> int:
+    """The token that ends each document of all these data; data of other programs is taken to use the tokenizer's own.
+
+    For --reset_at_documents.  Raises InputError where there is none, or not the same one.
+    """
+    found = {}
+    for prefix in prefixes:
+        meta = load_meta(prefix)
+        if meta is not None and not meta.options.get("append_eod", True):
+            raise InputError(f"--reset_at_documents: {prefix} was made without a token at the end of documents; preprocess it with one")
+        found[prefix] = getattr(tokenizer, "eos_token_id", None) if meta is None else meta.eod_id
+    if None in found.values():
+        raise InputError(f"--reset_at_documents needs a token that ends documents; {tokenizer_source} names none (eos_token)")
+    if len(set(found.values())) > 1:
+        raise InputError(f"--reset_at_documents: documents end with other tokens in each of {found}; preprocess them alike")
+    return found[prefixes[0]]
 
 
 def check_tokenizer(meta: DatasetMeta, digest: str, where: str) -> None:

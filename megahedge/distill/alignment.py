@@ -20,7 +20,13 @@ Pair = tuple[Tensor, Tensor]
 
 
 def layer_losses(
-    model: LanguageModel, tokens: Tensor, inputs: str, targets: str, loss: str, stats: DenominatorStats | None = None
+    model: LanguageModel,
+    tokens: Tensor,
+    inputs: str,
+    targets: str,
+    loss: str,
+    stats: DenominatorStats | None = None,
+    boundaries: Tensor | None = None,
 ) -> Tensor:
     """Loss of every layer, [num_layers] fp32, from tokens [b, t]; gradients reach the student's feature maps only.
 
@@ -28,9 +34,10 @@ def layer_losses(
     inputs: `student` feeds each student block what the student block before it made, `teacher` what the teacher's did.
     targets: `block` compares the blocks' outputs, `mixer` the mixers'.
     stats: counts the student's normalisers.
+    boundaries [b, t] bool, true where a document begins that sees nothing of what is before.
     No logits are made.
     """
-    context = SequenceContext.of(tokens, model.config, stats=stats)
+    context = SequenceContext.of(tokens, model.config, boundaries, stats)
     pairs = _teacher_fed if inputs == "teacher" else _student_fed
     return torch.stack([LOSSES[loss](*pair) for pair in pairs(model, tokens, context, targets)])
 

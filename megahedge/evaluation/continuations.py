@@ -70,7 +70,8 @@ class ContinuationScorer:
     def write(self, contexts: Sequence[list[int]], max_new_tokens: int, finished: Callable[[list[int]], bool]) -> list[list[int]]:
         """The likeliest token after each context, again and again, until `finished(new tokens)` or there are max_new_tokens of them.
 
-        Every token costs a forward pass over all tokens so far.
+        Every token costs a forward pass over all tokens so far, whatever the model: nothing is asked of it but its logits.  The
+        paper's tasks do not write; scripts/generate.py does so from a student's cache of constant size.
         Raises InputError where max_new_tokens leave no room for a context.
         """
         room = self.max_length - max_new_tokens

@@ -8,15 +8,17 @@ from typing import Any
 import torch
 import transformers
 
-from megahedge.evaluation.models import open_hf_model, teacher_of
+from megahedge.evaluation.models import DTYPES, open_hf_model, teacher_of
 from megahedge.export.to_hf import MODEL_TYPE
-from megahedge.utils.errors import InputError
+from megahedge.utils.errors import InputError, check_known
 from megahedge.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
 MIN_TEMPERATURE = 1e-3
 """Logits divided by less could overflow fp32, and would give the likeliest token all the same."""
+SEEDS = 2**32
+"""Number of seeds that numpy, which transformers seeds too, takes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,26 +47,28 @@ class GenerateOptions:
     """Precision of parameters and activations: fp32 or bf16."""
 
     def __post_init__(self):
+        check_known("dtype", self.dtype, DTYPES)
         if self.prompt == "":
             raise InputError("--prompt='' is empty; give some text to go on from")
-        if self.prompt is not None and not _is_text(self.prompt):
-            raise InputError(f"--prompt={self.prompt!r} is not valid UTF-8")
+        if self.prompt is not None:
+            _check_text(self.prompt)
         if 0 < self.temperature < MIN_TEMPERATURE:
             raise InputError(f"--temperature={self.temperature} is too small to divide by; use 0 for the likeliest token")
         for name, least in (("max_new_tokens", 1), ("temperature", 0.0), ("top_k", 0), ("seed", 0)):
             if not least <= getattr(self, name) < float("inf"):
                 raise InputError(f"--{name}={getattr(self, name)} must be finite and at least {least}")
+        if self.seed >= SEEDS:
+            raise InputError(f"--seed={self.seed} must be below 2**32")
         if not 0 < self.top_p <= 1:
             raise InputError(f"--top_p={self.top_p} must lie above 0 and be at most 1")
 
 
-def _is_text(text: str) -> bool:
-    """Whether it is free of the lone surrogates by which Python shows bytes that are not UTF-8."""
+def _check_text(prompt: str) -> None:
+    """Raise InputError for lone surrogates, by which Python shows bytes that are not UTF-8."""
     try:
-        text.encode()
+        prompt.encode()
     except UnicodeEncodeError:
-        return False
-    return True
+        raise InputError(f"the prompt {prompt!r} is not valid UTF-8") from None
 
 
 class Writer:
@@ -76,16 +80,17 @@ class Writer:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model, self.tokenizer = open_hf_model(name, options.dtype, self.device)
         if self.tokenizer is None:
-            raise InputError(f"--model={name} has no tokenizer with it, so no text can be read or written")
+            raise InputError(f"{name} has no tokenizer with it, so no text can be read or written")
 
     def write(self, prompt: str, show: Callable[[str], None]) -> str:
         """Go on from a prompt; the new text, which `show` gets piece by piece as well.
 
-        Raises InputError where there is no room for a token after the prompt.
+        Raises InputError for a prompt that is no text, or that leaves no room for a token after it.
         """
+        _check_text(prompt)
         tokens = self.tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids.to(self.device)
         if tokens.numel() == 0:
-            raise InputError(f"--prompt={prompt!r} has no tokens")
+            raise InputError(f"the prompt {prompt!r} has no tokens")
         self._check_room(tokens.shape[1])
         stream = _Stream(self.tokenizer, show)
         transformers.set_seed(self.options.seed)
@@ -100,7 +105,7 @@ class Writer:
         if most is None or wanted <= most:
             return
         text = (
-            f"--prompt has {prompt_tokens} tokens, with --max_new_tokens={self.options.max_new_tokens} that is {wanted}; "
+            f"the prompt has {prompt_tokens} tokens, with --max_new_tokens={self.options.max_new_tokens} that is {wanted}; "
             f"{self.name} was made for max_position_embeddings={most}"
         )
         if config.model_type != MODEL_TYPE:

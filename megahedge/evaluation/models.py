@@ -5,7 +5,7 @@ A further kind is one more `_open_…` here; whatever scores models only calls `
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from megahedge.checkpoint.store import MANIFEST, complete_checkpoints
 from megahedge.config.model import ModelConfig
 from megahedge.evaluation.perplexity import TokenLosses
+from megahedge.export.code_files import code_digest, folder_digest
 from megahedge.export.source import StoredModel, find_tokenizer
 from megahedge.export.to_hf import MODEL_TYPE, build_hf_model
 from megahedge.models.families import FAMILIES
@@ -25,14 +26,15 @@ from megahedge.models.hub import resolve_pretrained
 from megahedge.models.language_model import LanguageModel
 from megahedge.models.weight_files import few
 from megahedge.parallel.sharding import load_parameters, named_specs
-from megahedge.utils.errors import InputError
+from megahedge.utils.errors import InputError, check_known
 from megahedge.utils.files import read_json_object
 from megahedge.utils.labels import IGNORE_INDEX
 from megahedge.utils.logging import get_logger
+from megahedge.utils.precision import TORCH_DTYPES
 
 logger = get_logger(__name__)
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = ("fp32", "bf16")
 IMPLEMENTATIONS = ("auto", "megahedge", "transformers")
 
 
@@ -80,20 +82,20 @@ def open_model(name: str | os.PathLike, implementation: str = "auto", dtype: str
     for exported students and every family that it knows.
     Raises InputError where there is no such model, or where any of its parameters would not come from the files.
     """
-    _check_known("implementation", implementation, IMPLEMENTATIONS)
-    _check_known("dtype", dtype, DTYPES)
+    check_known("implementation", implementation, IMPLEMENTATIONS)
+    check_known("dtype", dtype, DTYPES)
     path = Path(name).expanduser()
     if _is_run(path):
         if implementation == "transformers":
             raise InputError(f"--implementation=transformers reads Hugging Face folders; {name} is a run: give its exported folder")
-        return _open_run(path, DTYPES[dtype], device)
+        return _open_run(path, TORCH_DTYPES[dtype], device)
     folder = _resolve_folder(name)
     exported = _model_type(folder) == MODEL_TYPE
     if implementation == "auto":
         implementation = "megahedge" if exported or _model_type(folder) in FAMILIES else "transformers"
     own = _open_exported if exported else _open_published
     opener = own if implementation == "megahedge" else _open_transformers
-    return opener(folder, DTYPES[dtype], device)
+    return opener(folder, TORCH_DTYPES[dtype], device)
 
 
 def open_hf_model(name: str | os.PathLike, dtype: str = "fp32", device: torch.device | str = "cpu") -> tuple[Any, Any | None]:
@@ -101,13 +103,13 @@ def open_hf_model(name: str | os.PathLike, dtype: str = "fp32", device: torch.de
 
     Takes what `open_model` takes, and raises InputError as it does.
     """
-    _check_known("dtype", dtype, DTYPES)
+    check_known("dtype", dtype, DTYPES)
     path = Path(name).expanduser()
     if _is_run(path):
-        return build_hf_model(path, DTYPES[dtype], device)
+        return build_hf_model(path, TORCH_DTYPES[dtype], device)
     folder = _resolve_folder(name)
     load = _load_exported if _model_type(folder) == MODEL_TYPE else _load_by_transformers
-    model, _ = load(folder, DTYPES[dtype], device)
+    model, _ = load(folder, TORCH_DTYPES[dtype], device)
     return model, find_tokenizer(folder)[0]
 
 
@@ -129,15 +131,10 @@ def teacher_of(name: str | os.PathLike) -> Path:
         raise InputError(f"the teacher of --model={name}: {error}; give --teacher") from None
 
 
-def _check_known(option: str, value: str, known: Iterable[str]) -> None:
-    if value not in known:
-        raise InputError(f"--{option}={value} is not known; use one of {', '.join(known)}")
-
-
 def _resolve_folder(name: str | os.PathLike) -> Path:
     folder = resolve_pretrained(name)
     if not (folder / "config.json").is_file():
-        raise InputError(f"--model={name} is neither a run (run.json, checkpoints/) nor a Hugging Face folder (config.json)")
+        raise InputError(f"{name} is neither a run (run.json, checkpoints/) nor a Hugging Face folder (config.json)")
     return folder
 
 
@@ -193,6 +190,9 @@ def _load_exported(folder: Path, dtype: torch.dtype, device: torch.device | str)
     """A student's export by the class of this package: no code of the folder is run."""
     from megahedge.export.modeling_hedge_mamba import HedgeMambaForCausalLM
 
+    theirs, ours = folder_digest(folder), code_digest()
+    if theirs not in (None, ours):
+        logger.warning("%s carries the code of another version (%s); what runs here is this package's (%s)", folder, theirs, ours)
     return _load(HedgeMambaForCausalLM, folder, dtype, device)
 
 
@@ -234,7 +234,9 @@ def _wrapped(implementation: str, folder: Path, model: Any, unexpected: int) -> 
     def logits(tokens: Tensor) -> Tensor:
         return model(input_ids=tokens, use_cache=False).logits
 
-    def token_losses(tokens: Tensor, labels: Tensor) -> Tensor:
+    def token_losses(tokens: Tensor, labels: Tensor, boundaries: Tensor | None = None) -> Tensor:
+        if boundaries is not None:
+            raise InputError("--reset_at_documents needs an implementation of megahedge's own; transformers' models look across documents")
         losses = F.cross_entropy(logits(tokens).float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
         return losses.view_as(labels)
 

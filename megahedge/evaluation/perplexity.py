@@ -14,8 +14,9 @@ from torch import Tensor
 from megahedge.data.loader import Batch
 from megahedge.utils.labels import IGNORE_INDEX
 
-TokenLosses = Callable[[Tensor, Tensor], Tensor]
-"""(tokens [b, t], labels [b, t]) -> cross-entropy of each label in nats [b, t], 0 where the label is IGNORE_INDEX."""
+TokenLosses = Callable[..., Tensor]
+"""(tokens [b, t], labels [b, t], and boundaries [b, t] if a batch has them) -> cross-entropy of each label in nats [b, t], 0 where the
+label is IGNORE_INDEX."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +62,8 @@ def measure_perplexity(
     nats = torch.zeros((), dtype=torch.float64, device=device)
     count = torch.zeros((), dtype=torch.float64, device=device)
     for batch in batches:
-        labels = batch.labels.to(device)
-        nats += token_losses(batch.tokens.to(device), labels).double().sum()
-        count += (labels != IGNORE_INDEX).sum()
+        nats += token_losses(*batch.inputs(device)).double().sum()
+        count += (batch.labels != IGNORE_INDEX).sum()
     totals = torch.stack([nats, count])
     if dp_group is not None:
         dist.all_reduce(totals, group=dp_group)

@@ -35,6 +35,22 @@ def expand_names(names: Sequence[str]) -> tuple[str, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
+class TaskOptions:
+    """How tasks are put to a model."""
+
+    batch_size: int
+    """Inputs of the greatest length per forward; changes no figure."""
+    limit: int | None
+    """The first so many rows of each task are scored; None for all."""
+    num_fewshot: int | None
+    """Worked examples before each question, unless the task forbids any; None for what the task says."""
+    bootstrap_iters: int
+    """Resamplings behind the standard error of metrics that are no means."""
+    seed: int
+    """Of the choice of worked examples, the same for every model."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Metric:
     """One figure of a task, as lm-eval computes it."""
 

@@ -5,6 +5,7 @@ relative imports, so `from megahedge.kernels.scan import …` becomes `from .hed
 """
 
 import ast
+import functools
 import hashlib
 import importlib.util
 import json
@@ -15,8 +16,10 @@ from pathlib import Path
 import megahedge
 
 ROOTS = ("megahedge.export.configuration_hedge_mamba", "megahedge.export.modeling_hedge_mamba")
+_MODEL_FILE = "modeling_hedge_mamba.py"
 REPLACED = {"megahedge.kernels.registry": "megahedge.export.scan_backends"}
 """Modules in whose place another travels: the registry knows compiled backends and our errors."""
+_DIGEST = "all files: "
 _IMPORT = re.compile(r"^from (megahedge[\w.]*) import ", re.MULTILINE)
 
 
@@ -35,7 +38,26 @@ def code_files() -> dict[str, str]:
     bodies = {module: _IMPORT.sub(lambda match: f"from .{_flat_name(match[1])} import ", source) for module, source in sources.items()}
     bodies[ROOTS[1]] += _imports_of_the_rest(bodies, sources[ROOTS[1]])
     digest = hashlib.sha256(json.dumps(bodies, sort_keys=True).encode()).hexdigest()[:16]
-    return {f"{_flat_name(module)}.py": _header(module, digest) + bodies[module] for module in sorted(bodies)}
+    files = {f"{_flat_name(module)}.py": _header(module, digest) + bodies[module] for module in sorted(bodies)}
+    assert len(files) == len(bodies), f"two of {sorted(bodies)} would have one name"
+    return files
+
+
+@functools.cache
+def code_digest() -> str:
+    """Tells this package's `code_files` from another version's."""
+    return _digest(code_files()[_MODEL_FILE])
+
+
+def folder_digest(folder: Path) -> str | None:
+    """The same of the code in an exported folder; None where that bears none."""
+    path = folder / _MODEL_FILE
+    return _digest(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def _digest(content: str) -> str | None:
+    _, found, digest = content.partition("\n")[0].partition(_DIGEST)
+    return digest if found else None
 
 
 def _imports_of_the_rest(modules: Iterable[str], source: str) -> str:
@@ -70,4 +92,4 @@ def _source(module: str) -> str:
 
 def _header(module: str, digest: str) -> str:
     origin = REPLACED.get(module, module).replace(".", "/")
-    return f"# Copied from {origin}.py of megahedge {megahedge.__version__} (Apache-2.0) by tools/convert_to_hf.py; all files: {digest}\n"
+    return f"# Copied from {origin}.py of megahedge {megahedge.__version__} (Apache-2.0) by tools/convert_to_hf.py; {_DIGEST}{digest}\n"

@@ -24,7 +24,8 @@ class HedgeMambaConfig(PretrainedConfig):
     decay_per_head: each head has λ and Δ of its own.  decay_tie_signs: a feature and its negative share them.
     decay_init: the value that λ started from.  decay_rank: width between Δ's two maps (0: hidden_size / 16).
     conv_kernel: taps of the causal convolution in front (0: none).  gate: whether the output is multiplied by SiLU(x W + b).
-    teacher, teacher_revision: the model with softmax attention that it learnt from, as the run named it.
+    teacher, teacher_revision: the model with softmax attention that it learnt from: its name on the hub, or a folder, as `./…` from where
+    the export was made; None for a folder elsewhere.
 
     Raises ValueError for an option that is not known.
     """
@@ -98,7 +99,8 @@ class HedgeMambaConfig(PretrainedConfig):
         self.teacher = teacher
         self.teacher_revision = teacher_revision
         for name, known in CHOICES.items():
-            if getattr(self, name) not in known:
+            matters = name != "decay_step" or decay != "none"
+            if matters and getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not known; use one of {', '.join(known)}")
         if mixer == "hedgehog" and (decay != "none" or conv_kernel or gate):
             raise ValueError("mixer='hedgehog' has decay='none', conv_kernel=0 and gate=False")

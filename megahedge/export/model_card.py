@@ -1,14 +1,11 @@
 """README.md of an exported folder: what the run's records say of the model, and how to load it."""
 
 import json
-import re
 from pathlib import Path
 
 from megahedge.export.source import StoredModel
 from megahedge.export.verify import Agreement
 from megahedge.utils.versions import code_version
-
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 _CARD = """\
 ---
@@ -41,17 +38,17 @@ _NOTES = """\
 It needs torch and transformers alone; `trust_remote_code` runs the Python files in this folder.
 `generate` reads the prompt in chunks and then takes time and memory per token that do not grow with the text.
 Padding, on either side, is left out by the attention mask: give the mask, as the tokenizer does.
-Two biases are stored as offsets; `modeling_hedge_mamba.py` says which."""
+Two biases are stored as offsets; `hedge_mamba_mixer.py` says which."""
 
 
 def model_card(stored: StoredModel, name: str, dtype: str, agreement: Agreement | None) -> str:
     """The text for a folder called `name` with weights of `dtype`; no figure that is not in the run's records or measured here."""
-    teacher = _teacher(stored)
+    hub = stored.teacher_on_hub()
     is_student = stored.config.mixer.kind != "softmax"
     rows = {
         "model": _shape(stored),
         "in place of attention" if is_student else "mixer": stored.config.mixer.describe(),
-        "teacher": teacher,
+        "teacher": _teacher(stored, hub),
         "training": _training(stored),
         "validation": _validation(stored),
         "data": _data(stored),
@@ -65,7 +62,7 @@ def model_card(stored: StoredModel, name: str, dtype: str, agreement: Agreement 
         summary = "A GPT-NeoX language model, trained with megahedge."
     return _CARD.format(
         name=name,
-        base_model=f"base_model: {teacher}\n" if teacher and _HUB_NAME.fullmatch(teacher) else "",
+        base_model=f"base_model: {hub['teacher']}\n" if hub else "",
         summary=summary,
         rows="\n".join(f"| {label} | {text} |" for label, text in rows.items() if text),
         trust=", trust_remote_code=True" if is_student else "",
@@ -81,15 +78,11 @@ def _shape(stored: StoredModel) -> str:
     )
 
 
-def _teacher(stored: StoredModel) -> str | None:
+def _teacher(stored: StoredModel, hub: dict[str, str]) -> str | None:
     """Its name on the hub, or that of its folder without the way there, which means nothing elsewhere."""
-    origin = stored.record.get("origin", {})
-    name = origin.get("teacher")
-    if name is None:
-        return None
-    if Path(name).is_dir() or not _HUB_NAME.fullmatch(name):
-        return Path(name).name
-    return name
+    if hub:
+        return " ".join(hub.values())
+    return None if stored.teacher is None else Path(stored.teacher).name
 
 
 def _training(stored: StoredModel) -> str:

@@ -1,6 +1,7 @@
 """What there is to export: the model of a run's checkpoint, with its tokenizer and the run's records."""
 
 import dataclasses
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from megahedge.checkpoint.store import Checkpoint, open_checkpoint
 from megahedge.config.model import ModelConfig
 from megahedge.data.meta import tokenizer_digest
 from megahedge.data.tokenizer import load_tokenizer
+from megahedge.models.families import FAMILIES
 from megahedge.models.handover import parameter_names
+from megahedge.models.hub import was_downloaded
 from megahedge.models.weight_files import few
 from megahedge.parallel.sharding import Index
 from megahedge.utils.errors import InputError
@@ -46,10 +49,19 @@ class StoredModel:
         _check_names(config, checkpoint)
         return cls(checkpoint, config)
 
-    @property
+    @functools.cached_property
     def names(self) -> list[str]:
         """Names of the parameters, in the model's order, whatever the order in the checkpoint."""
         return parameter_names(self.config)
+
+    def name_of(self, published: str) -> str | None:
+        """Our name of the parameter that a model of transformers calls `published`; None where the checkpoint has none such."""
+        return self._published.get(FAMILIES[self.config.family].canonical_name(published))
+
+    @functools.cached_property
+    def _published(self) -> dict[str, str]:
+        family = FAMILIES[self.config.family]
+        return {family.hf_name(name): name for name in self.names}
 
     def read(self, name: str, index: Index | None = None) -> Tensor:
         """A parameter, or a piece of it, as it was written."""
@@ -75,6 +87,21 @@ class StoredModel:
         path = self.run / "run.json"
         return read_json_object(path) if path.is_file() else {}
 
+    @property
+    def teacher(self) -> str | None:
+        """The teacher behind a stage, as the run named it: on the hub, or a folder."""
+        return self.record.get("origin", {}).get("teacher")
+
+    def teacher_on_hub(self) -> dict[str, str]:
+        """`teacher` and, where the run had one, `teacher_revision`; nothing where the teacher is a folder, be it that it has gone.
+
+        A revision goes with a model of the hub alone.
+        """
+        revision = self.record.get("origin", {}).get("teacher_revision")
+        if self.teacher is None or (revision is None and not was_downloaded(self.teacher)):
+            return {}
+        return {"teacher": self.teacher} | ({} if revision is None else {"teacher_revision": revision})
+
     def find_tokenizer(self) -> tuple[Any | None, str | None]:
         """The tokenizer and its digest; the digest alone, or two times None, where it cannot be had or is another (with a warning)."""
         tokenizer, digest = self._tokenizer_of_origin()
@@ -89,11 +116,10 @@ class StoredModel:
         """That which a pretrained model lies with, or that of the teacher behind a stage."""
         if (self.run / "hf").is_dir():
             return find_tokenizer(self.run / "hf")
-        origin = self.record.get("origin", {})
-        if origin.get("teacher") is None:
+        if self.teacher is None:
             return None, None
         try:
-            tokenizer = load_tokenizer(origin["teacher"], origin["teacher_revision"])
+            tokenizer = load_tokenizer(self.teacher, self.record["origin"]["teacher_revision"])
         except InputError as error:
             logger.warning("the tokenizer of the run's teacher: %s", error)
             return None, None

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,10 @@ from megahedge.export.verify import Agreement, verify_folder
 from megahedge.models.families import FAMILIES
 from megahedge.models.hf_weights import TokenIds, save_pretrained
 from megahedge.utils.cli import positional
-from megahedge.utils.errors import InputError
-from megahedge.utils.files import atomic_write, disk_errors_explained, file_lock, fsync_path
-from megahedge.utils.logging import get_logger
+from megahedge.utils.errors import InputError, check_known
+from megahedge.utils.files import atomic_write, disk_errors_explained, file_lock, fresh_folder
+from megahedge.utils.precision import TORCH_DTYPES
 
-logger = get_logger(__name__)
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MODEL_TYPE, ARCHITECTURE = "hedge_mamba", "HedgeMambaForCausalLM"
 FEATURE_MAP = "hedgehog_softmax"
 """Which of the maps that go by the name of Hedgehog ours is: see HedgeMambaConfig."""
@@ -56,8 +52,7 @@ class ExportOptions:
     """Replace a Hugging Face folder that lies at OUT."""
 
     def __post_init__(self):
-        if self.dtype not in ("auto", *DTYPES):
-            raise InputError(f"--dtype={self.dtype} is not known; use one of auto, {', '.join(DTYPES)}")
+        check_known("dtype", self.dtype, ("auto", *TORCH_DTYPES))
         if not self.out.strip():
             raise InputError("OUT is empty; name the folder to make")
 
@@ -87,8 +82,8 @@ def export(options: ExportOptions) -> Export:
     tokenizer = _tokenizer(stored, options.tokenizer)
     dtype = _run_dtype(stored) if options.dtype == "auto" else options.dtype
     with disk_errors_explained(options.out), _folder_in_the_making(Path(options.out), options.overwrite) as folder:
-        _write(folder, stored, tokenizer, DTYPES[dtype])
-        agreement = verify_folder(folder, stored, DTYPES[dtype]) if options.verify else None
+        _write(folder, stored, tokenizer, TORCH_DTYPES[dtype])
+        agreement = verify_folder(folder, stored, TORCH_DTYPES[dtype]) if options.verify else None
         with atomic_write(folder / "README.md", "w") as handle:
             handle.write(model_card(stored, Path(options.out).name, dtype, agreement))
     return Export(Path(options.out), stored, dtype, agreement)
@@ -119,29 +114,18 @@ def _run_dtype(stored: StoredModel) -> str:
 
 @contextlib.contextmanager
 def _folder_in_the_making(out: Path, overwrite: bool) -> Iterator[Path]:
-    """A fresh folder that takes the place of `out` if all goes well, and leaves nothing if not.  Raises InputError."""
+    """A fresh folder that takes the place of `out` if all goes well, and leaves what was there if not.  Raises InputError."""
     out = out.absolute()
     _check_place(out, overwrite)
     out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished, old = (out.with_name(f".{word}-{out.name}") for word in ("unfinished", "old"))
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(file_lock(out.with_name(f".{out.name}.lock"), blocking=False, remove=True))
         except BlockingIOError:
             raise InputError(f"OUT={out} is being written by another process; wait for it, or name another folder") from None
-        for leftover in (unfinished, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        try:
-            folder = unfinished / MODEL_TYPE  # transformers makes a module's name of the folder's
-            folder.mkdir(parents=True)
-            yield folder
-            if out.exists():
-                out.rename(old)
-            folder.rename(out)
-            fsync_path(out.parent)
-        finally:
-            for leftover in (unfinished, old):
-                shutil.rmtree(leftover, ignore_errors=True)
+        folder = held.enter_context(fresh_folder(out))
+        _check_place(out, overwrite)  # again: another process may have been here, or a killed one have left the old folder aside
+        yield folder
 
 
 def _check_place(out: Path, overwrite: bool) -> None:
@@ -162,9 +146,7 @@ def _write(folder: Path, stored: StoredModel, tokenizer: Any, dtype: torch.dtype
     tensors = ((name, stored.read(name)) for name in stored.names)
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     ids = TokenIds(bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id, pad=pad)
-    origin = stored.record.get("origin", {})
-    teacher = {name: origin[name] for name in ("teacher", "teacher_revision") if origin.get(name) is not None}
-    save_pretrained(tensors, stored.config, folder, dtype, ids, hf_config=hf_config(stored.config) | teacher)
+    save_pretrained(tensors, stored.config, folder, dtype, ids, hf_config=hf_config(stored.config) | _teacher(stored))
     if tokenizer.pad_token is None:  # else a batch of texts could not be padded
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.save_pretrained(folder)
@@ -174,10 +156,20 @@ def _write(folder: Path, stored: StoredModel, tokenizer: Any, dtype: torch.dtype
                 handle.write(content)
 
 
-def _origin(stored: StoredModel) -> dict:
-    """Whom a student has learnt from, so that it can be compared with it."""
-    origin = stored.record.get("origin", {})
-    return {name: origin.get(name) for name in ("teacher", "teacher_revision")} if stored.config.mixer.kind != "softmax" else {}
+def _teacher(stored: StoredModel) -> dict[str, str]:
+    """Whom a student has learnt from, so that it can be compared with it: a name on the hub, or a folder from here on, as `./…`.
+
+    The way to a folder elsewhere means nothing to others, and may name its user.
+    """
+    hub = stored.teacher_on_hub()
+    if hub or stored.teacher is None:
+        return hub
+    folder = Path(stored.teacher).expanduser()
+    if folder.is_absolute():
+        if not folder.is_relative_to(Path.cwd()):
+            return {}
+        folder = folder.relative_to(Path.cwd())
+    return {"teacher": os.path.join(os.curdir, folder)}
 
 
 def hf_config(config: ModelConfig) -> dict:
@@ -191,11 +183,13 @@ def hf_config(config: ModelConfig) -> dict:
 
 
 def _mixer_options(mixer: MixerConfig) -> dict:
-    """MixerConfig's fields; those that `hedgehog` has no use for say that there is nothing."""
+    """MixerConfig's fields; those that the mixer has no use for say that there is nothing, or are left out."""
     options = dataclasses.asdict(mixer)
     renamed = {"mixer": options.pop("kind"), "feature_map": FEATURE_MAP, "rope_position": options.pop("rope")}
-    absent = {"decay": "none", "conv_kernel": 0, "gate": False} if mixer.kind == "hedgehog" else {}
-    return renamed | options | absent
+    options |= {"decay": "none", "conv_kernel": 0, "gate": False} if mixer.kind == "hedgehog" else {}
+    if options["decay"] == "none":  # without a decay the step has no axis: any word may stand there
+        del options["decay_step"]
+    return renamed | options
 
 
 def _code_options() -> dict:
@@ -210,11 +204,9 @@ def build_hf_model(path: str | os.PathLike, dtype: torch.dtype = torch.float32, 
     """
     stored = StoredModel.open(path)
     model = _empty_model(stored.config, dtype, device)
-    family = FAMILIES[stored.config.family]
-    ours = {family.hf_name(name): name for name in stored.names}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(stored.read(ours[family.canonical_name(name)]))
+            parameter.copy_(stored.read(stored.name_of(name)))
     return model.eval(), stored.find_tokenizer()[0]
 
 

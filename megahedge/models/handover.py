@@ -57,11 +57,13 @@ def added_parameters(config: ModelConfig, kind: str) -> set[str]:
 
 
 @torch.no_grad()
-def stream_logits(config: ModelConfig, read: Read, tokens: Tensor, device: torch.device | str = "cpu") -> Tensor:
-    """Logits [b, t, vocab_size] in fp32 of the model whose tensors `read` gives; holds one layer in memory at a time."""
+def stream_logits(
+    config: ModelConfig, read: Read, tokens: Tensor, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Logits [b, t, vocab_size], computed in `dtype`, of the model whose tensors `read` gives; holds one layer in memory at a time."""
 
     def filled(module: nn.Module, prefix: str) -> nn.Module:
-        for name, parameter in module.named_parameters():
+        for name, parameter in module.to(dtype).named_parameters():
             parameter.copy_(read(f"{prefix}.{name}"))
         return module
 

@@ -32,6 +32,16 @@ def resolve_pretrained(name_or_folder: str | os.PathLike, revision: str | None =
         raise InputError(_not_found(name_or_folder, revision, error)) from error
 
 
+def was_downloaded(name: str) -> bool:
+    """Whether the hub's cache on this machine holds the model of that name, which tells such a name from a folder's that has gone."""
+    if os.path.exists(os.path.expanduser(name)):  # which goes before the hub
+        return False
+    try:
+        return isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str)
+    except huggingface_hub.utils.HFValidationError:  # such as an absolute path
+        return False
+
+
 def _download(name: str, revision: str | None) -> Path:
     """Snapshot with safetensors weights, or with .bin weights where the revision has no others."""
     others = [*_CONFIG_FILES, *_TOKENIZER_FILES]

@@ -16,7 +16,7 @@ from megahedge.config.options import BatchPlan, TrainOptions, plan_batches
 from megahedge.data.blending import parse_data_path
 from megahedge.data.indexed_dataset import IndexedDataset
 from megahedge.data.loader import BatchLoader, TrainingData, ValidationData
-from megahedge.data.meta import check_tokenizer, dataset_digest, find_split, load_meta, tokenizer_digest
+from megahedge.data.meta import check_tokenizer, dataset_digest, end_of_documents, find_split, load_meta, tokenizer_digest
 from megahedge.evaluation.perplexity import Perplexity, measure_perplexity
 from megahedge.models.hf_weights import PretrainedWeights, weights_digest
 from megahedge.models.language_model import LanguageModel
@@ -63,16 +63,20 @@ class Stage(nn.Module, abc.ABC):
         return Extras()
 
     @abc.abstractmethod
-    def loss(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Training loss, a scalar, and scalars to log, from tokens and labels [b, t]."""
+    def loss(self, tokens: Tensor, labels: Tensor, boundaries: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """Training loss, a scalar, and scalars to log, from tokens and labels [b, t].
 
-    def token_losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        boundaries [b, t] bool, true where a document begins that sees nothing of what is before.
+        """
+
+    def token_losses(self, tokens: Tensor, labels: Tensor, boundaries: Tensor | None = None) -> Tensor:
         """Cross-entropy in nats of each label, [b, t]; what validation measures in every stage."""
-        return self.student.token_losses(tokens, labels)
+        return self.student.token_losses(tokens, labels, boundaries)
 
-    def forward(self, tokens: Tensor, labels: Tensor):
+    def forward(self, tokens: Tensor, labels: Tensor, boundaries: Tensor | None = None):
         """The loss in training mode, the tokens' losses in evaluation mode: DeepSpeed wants one way in."""
-        return self.loss(tokens, labels) if self.training else self.token_losses(tokens, labels)
+        measure = self.loss if self.training else self.token_losses
+        return measure(tokens, labels, boundaries)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +98,8 @@ class Plan:
     """Hugging Face folder of the model that the run starts from, or learns from."""
     source: Checkpoint | None = None
     """Checkpoint of the stage before, from which the run starts."""
+    eod_id: int | None = None
+    """The token that ends a document, where documents are kept apart."""
 
 
 def plan_run(
@@ -123,11 +129,12 @@ def plan_run(
     batches = plan_batches(options, max(1, dp_size))
     ds_config = merge_ds_config(load_ds_config(options.ds_config), options, batches)
     digest = _check_data(options, model, tokenizer, tokenizer_source)
-    validation = ValidationData(_find_validation(options), options.seq_len, options.eval_tokens, model.vocab_size)
+    eod_id = end_of_documents(_corpora(options), tokenizer, tokenizer_source) if options.reset_at_documents else None
+    validation = ValidationData(_find_validation(options), options.seq_len, options.eval_tokens, model.vocab_size, eod_id)
     data = TrainingData(options.data_path, options.seq_len, options.seed)
     if weights is not None:
         PretrainedWeights(model, weights)  # names and shapes, from the files' headers
-    return Plan(options, run, model, batches, ds_config, data, validation, digest, tokenizer_source, weights, source)
+    return Plan(options, run, model, batches, ds_config, data, validation, digest, tokenizer_source, weights, source, eod_id)
 
 
 def _find_validation(options: TrainOptions) -> str:
@@ -147,12 +154,15 @@ def _check_data(options: TrainOptions, model: ModelConfig, tokenizer, tokenizer_
     largest_id = max(tokenizer.get_vocab().values())
     if largest_id >= model.vocab_size:
         raise InputError(f"{tokenizer_source} has token ids up to {largest_id}; the model has vocab_size={model.vocab_size}")
-    metas = [load_meta(prefix) for _, prefix in parse_data_path(options.data_path)]
-    validation_meta = load_meta(options.val_data_path) if options.val_data_path else None
     digest = tokenizer_digest(tokenizer)
-    for meta in filter(None, [*metas, validation_meta]):
+    for meta in filter(None, map(load_meta, _corpora(options))):
         check_tokenizer(meta, digest, tokenizer_source)
     return digest
+
+
+def _corpora(options: TrainOptions) -> list[str]:
+    """Prefixes of all data of a run."""
+    return [prefix for _, prefix in parse_data_path(options.data_path)] + ([options.val_data_path] if options.val_data_path else [])
 
 
 def run_stage(stage_type: type[Stage], plan: Plan) -> tuple[Stage, TrainingEngine, Progress] | None:
@@ -191,6 +201,7 @@ def _run(stage_type: type[Stage], plan: Plan, topology: Topology) -> tuple[Stage
         dp_rank=topology.dp_rank,
         dp_size=topology.dp_size,
         vocab_size=plan.model.vocab_size,
+        eod_id=plan.eod_id,
     )
 
     def evaluate() -> Perplexity:

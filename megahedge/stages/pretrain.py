@@ -1,6 +1,5 @@
 """Pretraining: a softmax-attention language model from scratch, or one with weights trained on, to have a teacher of one's own."""
 
-import shutil
 from pathlib import Path
 
 import torch
@@ -22,11 +21,11 @@ from megahedge.stages.base import Plan, Stage, plan_run, run_stage
 from megahedge.training.distributed import on_first_rank
 from megahedge.training.engine import TrainingEngine
 from megahedge.utils.errors import InputError
+from megahedge.utils.files import fresh_folder
 from megahedge.utils.logging import get_logger
+from megahedge.utils.precision import TORCH_DTYPES
 
 logger = get_logger(__name__)
-
-EXPORT_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Pretrain(Stage):
@@ -45,9 +44,9 @@ class Pretrain(Stage):
         else:
             initialize_parameters(self.student, plan.options.seed, self.student.tensor_parallel)
 
-    def loss(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, tokens: Tensor, labels: Tensor, boundaries: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Mean cross-entropy in nats per token."""
-        logits = self.student(tokens)
+        logits = self.student(tokens, boundaries)
         return vocab_parallel_cross_entropy(logits, labels, self.student.config.vocab_size, self.student.tensor_parallel), {}
 
 
@@ -66,7 +65,7 @@ def pretrain(options: PretrainOptions) -> None:
         return
     stage, engine, progress = outcome
     if progress.finished(options.train_steps):
-        _export(stage, engine, tokenizer, plan.run.path / "hf", EXPORT_DTYPES[options.export_dtype])
+        _export(stage, engine, tokenizer, plan.run.path / "hf", TORCH_DTYPES[options.export_dtype])
 
 
 def _read_model_config(path: str) -> ModelConfig:
@@ -109,16 +108,7 @@ def _raise(error: Exception | None) -> None:
 
 
 def _write_folder(tensors, config: ModelConfig, tokenizer, folder: Path, dtype: torch.dtype) -> None:
-    """Write the new folder under another name; only when it is whole does it take the old one's place."""
-    unfinished, old = (folder.with_name(f".{word}-{folder.name}") for word in ("unfinished", "old"))
-    for leftover in (unfinished, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    try:
-        save_pretrained(tensors, config, unfinished, dtype, TokenIds(bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id))
-        tokenizer.save_pretrained(unfinished)
-        if folder.exists():
-            folder.rename(old)
-        unfinished.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)  # a full disk should not stay so because of half a model
+    """Only when the new folder is whole does it take the old one's place."""
+    with fresh_folder(folder) as new:
+        save_pretrained(tensors, config, new, dtype, TokenIds(bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id))
+        tokenizer.save_pretrained(new)

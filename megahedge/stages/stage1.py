@@ -47,10 +47,11 @@ class Stage1(Stage):
         read = either_source(PretrainedWeights(plan.model, plan.weights), fresh_values(self.student, plan.options.seed))
         load_parameters(self.student, read, self.student.tensor_parallel)
 
-    def loss(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, tokens: Tensor, labels: Tensor, boundaries: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Mean over layers of the loss between student and teacher, and each layer's."""
         options, stats = self.options, DenominatorStats()
-        losses = layer_losses(self.student, tokens, options.match_inputs, options.match_targets, options.match_loss, stats)
+        matching = (options.match_inputs, options.match_targets, options.match_loss)
+        losses = layer_losses(self.student, tokens, *matching, stats, boundaries)
         metrics = {f"loss_layer_{index:02d}": loss for index, loss in enumerate(losses.detach())}
         return losses.mean(), metrics | denominator_metrics(self.student.config, stats)
 

@@ -101,10 +101,10 @@ class Stage2(Stage):
 
     # ---- a step ---------------------------------------------------------------------------------------------------------------
 
-    def loss(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, tokens: Tensor, labels: Tensor, boundaries: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """(1 − a) · cross-entropy + a · KL(teacher ‖ student), means over the tokens that are scored, in nats."""
         student, options, stats = self.student, self.options, DenominatorStats()
-        logits = student(tokens, stats=stats)
+        logits = student(tokens, boundaries, stats)
         vocabulary = (student.config.vocab_size, student.tensor_parallel)
         scored = labels != IGNORE_INDEX
         loss = masked_mean(vocab_parallel_token_losses(logits, labels, *vocabulary), scored)
@@ -112,7 +112,7 @@ class Stage2(Stage):
         if self.teacher is None:
             return loss, metrics
         with torch.no_grad():
-            teacher_logits = self.teacher(tokens)
+            teacher_logits = self.teacher(tokens, boundaries)
         divergence = masked_mean(vocab_parallel_kl(teacher_logits, logits, *vocabulary, options.kd_temperature), scored)
         metrics |= {"cross_entropy": loss, "kl": divergence}
         return (1 - options.kd_alpha) * loss + options.kd_alpha * divergence, metrics

@@ -99,7 +99,7 @@ class TrainingEngine:
         self.deepspeed.train()
         scalars, finite, positions = [], [], []
         for batch, is_last in _mark_last(micro_batches):
-            loss, metrics = self.deepspeed(batch.tokens.to(self.device), batch.labels.to(self.device))
+            loss, metrics = self.deepspeed(*batch.inputs(self.device))
             self.deepspeed.backward(loss)
             scalars.append(torch.stack([value.detach().float() for value in (loss, *metrics.values())]))
             finite.append(torch.isfinite(scalars[-1][0]) & self._gradients.take_finite())

@@ -14,12 +14,12 @@ from megahedge.data.loader import BatchLoader
 from megahedge.evaluation.perplexity import Perplexity
 from megahedge.training.checkpointing import Extras, Progress, save_checkpoint
 from megahedge.training.engine import StepResult, TrainingEngine
-from megahedge.training.metrics import MetricsLog, finite_or_none
+from megahedge.training.metrics import MetricsLog
 from megahedge.training.optim import learning_rate
 from megahedge.training.run_folder import RunFolder
 from megahedge.training.signals import StopSignal
 from megahedge.utils.errors import RunError
-from megahedge.utils.files import write_json
+from megahedge.utils.files import finite_or_none, write_json
 from megahedge.utils.logging import get_logger, log_agreed
 from megahedge.utils.progress import ProgressBar
 from megahedge.utils.units import format_seconds

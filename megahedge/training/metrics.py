@@ -2,13 +2,12 @@
 
 import importlib.util
 import json
-import math
 import os
 import secrets
 from pathlib import Path
 
 from megahedge.utils.errors import InputError
-from megahedge.utils.files import atomic_write
+from megahedge.utils.files import atomic_write, finite_or_none
 from megahedge.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -39,11 +38,6 @@ def _parse_line(line: str) -> dict | None:
     except ValueError:
         return None
     return entry if isinstance(entry, dict) and {"kind", "step"} <= entry.keys() else None
-
-
-def finite_or_none(values: dict) -> dict:
-    """The same with None for NaN and infinities, which JSON does not know."""
-    return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
 def check_wandb(project: str | None) -> None:

@@ -1,5 +1,6 @@
 """Command lines made from frozen dataclasses: flat option names, the same word in YAML, on the command line and in code."""
 
+import argparse
 import ast
 import dataclasses
 import difflib
@@ -8,6 +9,7 @@ import inspect
 import itertools
 import os
 import re
+import select
 import sys
 import textwrap
 import types
@@ -42,7 +44,7 @@ class _Parser(jsonargparse.ArgumentParser):
     def error(self, message, ex=None):
         if isinstance(ex, InputError):
             raise ex
-        line = " ".join(str(message).split())
+        line = " ".join(str(message).split()).removeprefix("argument ")
         missing = re.fullmatch("the following arguments are required: (.+)", line)
         if missing:
             line = " and ".join(self._typed_name(name) for name in missing[1].split(", ")) + " must be given"
@@ -151,6 +153,10 @@ def _is_sequence(hint) -> bool:
     return typing.get_origin(hint) in (tuple, list)
 
 
+class _NoCount(InputError, argparse.ArgumentTypeError):
+    """The one kind of error whose text argparse shows; of any other ValueError it says that the value is invalid, and not why."""
+
+
 class _CountType:
     """The parser of a Count or, with `optional`, of a Count or nothing; its repr is what --help shows."""
 
@@ -160,7 +166,10 @@ class _CountType:
     def __call__(self, text):
         if self.optional and text in (None, "", "none", "null"):
             return None
-        return parse_count(text)
+        try:
+            return parse_count(text)
+        except InputError as error:
+            raise _NoCount(error) from None
 
     def __repr__(self):
         return "count | null" if self.optional else "count"
@@ -190,11 +199,35 @@ def field_docs(dataclass_type) -> dict[str, str]:
     return docs
 
 
+INTERRUPTED, READER_GONE = 130, 141
+"""Exit statuses that a shell gives a command that SIGINT or SIGPIPE has ended: 128 + the signal's number."""
+
+
 def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
-    """Run an entry point: an InputError becomes one line on stderr and exit status 2, a RunError exit status 1."""
+    """Run an entry point: an InputError becomes one line on stderr and exit status 2, a RunError exit status 1.
+
+    Ctrl-C, and a reader of the output that has seen enough (`... | head`), end it without a word.
+    """
     try:
-        sys.exit(main() or 0)
+        try:
+            sys.exit(main() or 0)
+        finally:
+            sys.stdout.flush()  # Python does when it ends, where its errors cannot be caught
     except (InputError, RunError) as error:
         where = "" if os.environ.get("WORLD_SIZE", "1") == "1" else f"[rank {os.environ.get('RANK', '0')}] "
         print(f"{where}error: {error}", file=sys.stderr, flush=True)
         sys.exit(2 if isinstance(error, InputError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:
+        if not _reader_gone(sys.stdout):
+            raise  # some other pipe or socket, whose end is a fault
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where the rest can be flushed to
+        sys.exit(READER_GONE)
+
+
+def _reader_gone(stream: typing.TextIO) -> bool:
+    """Whether nobody reads the pipe that the stream writes to any more."""
+    poll = select.poll()
+    poll.register(stream, 0)  # errors are always reported
+    return any(event & select.POLLERR for _, event in poll.poll(0))

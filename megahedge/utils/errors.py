@@ -1,5 +1,7 @@
 """The exceptions that a user is meant to read."""
 
+from collections.abc import Iterable
+
 
 class InputError(ValueError):
     """A bad option, config or input file.  The message names the option, its value and what would work.
@@ -14,3 +16,9 @@ class RunError(RuntimeError):
 
     Printed as one line; exit status 1.
     """
+
+
+def check_known(option: str, value: str, known: Iterable[str]) -> None:
+    """Raise InputError where the value of an option is none of those that there are."""
+    if value not in known:
+        raise InputError(f"--{option}={value} is not known; use one of {', '.join(known)}")

@@ -5,8 +5,10 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import secrets
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -107,11 +109,51 @@ def disk_errors_explained(path: str | os.PathLike):
         raise RunError(f"cannot write {os.fspath(path)}: {error.strerror}") from None
 
 
+@contextlib.contextmanager
+def fresh_folder(folder: str | os.PathLike):
+    """An empty folder of the same name, in another place, that takes the place of `folder` on a clean exit.
+
+    Whatever happens, all of the old folder is there or all of the new one; after a kill between two renames the old one stands aside,
+    and the next call puts it back before anything else.  The caller sees to it that nobody else writes the same folder.
+    """
+    folder = Path(folder).absolute()
+    unfinished, old = _restore_folder(folder)
+    new = unfinished / folder.name
+    try:
+        new.mkdir(parents=True)
+        yield new
+        if folder.exists():
+            folder.rename(old)
+        new.rename(folder)
+        fsync_path(folder.parent)
+    finally:
+        _restore_folder(folder)
+
+
+def _restore_folder(folder: Path) -> tuple[Path, Path]:
+    """Put back what was put aside for a folder that has not come, and remove all other leftovers; the places of both."""
+    unfinished, old = (folder.with_name(f".{word}-{folder.name}") for word in ("unfinished", "old"))
+    if old.exists() and not folder.exists():
+        old.rename(folder)
+    for leftover in (unfinished, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    return unfinished, old
+
+
 def write_json(path: str | os.PathLike, value: object) -> None:
-    """Write `value` as indented JSON, atomically."""
+    """Write `value` as indented JSON, atomically.  Raises ValueError for NaN and infinities: see `finite_or_none`."""
     with atomic_write(path, "w") as handle:
-        json.dump(value, handle, indent=2, sort_keys=False)
+        json.dump(value, handle, indent=2, sort_keys=False, allow_nan=False)
         handle.write("\n")
+
+
+def finite_or_none(value):
+    """A value made of dicts, lists and numbers with None for NaN and infinities, which JSON does not know."""
+    if isinstance(value, dict):
+        return {key: finite_or_none(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite_or_none(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_json(path: str | os.PathLike) -> object:
@@ -121,10 +163,12 @@ def read_json(path: str | os.PathLike) -> object:
 
 
 def read_json_object(path: str | os.PathLike) -> dict:
-    """The object in a JSON file that a user gave.  Raises InputError if the file is damaged or holds something else."""
+    """The object in a JSON file that a user gave.  Raises InputError if it cannot be read, is damaged or holds something else."""
     try:
         value = read_json(path)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number of thousands of digits, a thousand brackets
         raise InputError(f"{path} is damaged: {error}") from error
     if not isinstance(value, dict):
         raise InputError(f"{path} is damaged: a JSON object is expected")

@@ -1,9 +1,12 @@
-"""Arithmetic that must not be done in bf16, whatever the model's precision."""
+"""Names of precisions, and arithmetic that must not be done in bf16, whatever the model's."""
 
 import contextlib
 
 import torch
 from torch import Tensor
+
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""By the names that options have."""
 
 
 def full_precision(tensor: Tensor) -> contextlib.AbstractContextManager:

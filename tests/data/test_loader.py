@@ -5,7 +5,7 @@ import pytest
 import torch
 from data_helpers import numbered_documents, random_lengths, write_pair
 
-from megahedge.data.loader import IGNORE_INDEX, BatchLoader, TrainingData, ValidationData
+from megahedge.data.loader import IGNORE_INDEX, BatchLoader, TrainingData, ValidationData, document_starts
 from megahedge.utils.errors import InputError
 
 
@@ -125,3 +125,23 @@ def test_validation_without_a_token_to_score_says_what_there_is(tmp_path, docume
     write_pair(tmp_path / "x_val", documents)
     with pytest.raises(InputError, match=f"has {len(documents)} tokens.*--val_fraction"):
         ValidationData(tmp_path / "x_val", seq_len=8)
+
+
+def test_a_document_begins_after_each_end_of_one():
+    tokens = torch.tensor([[5, 0, 7, 0, 0, 3], [0, 1, 2, 3, 4, 0]])
+    assert document_starts(tokens, eod_id=0).tolist() == [
+        [False, False, True, False, True, True],
+        [False, True, False, False, False, False],
+    ]
+    assert document_starts(tokens, eod_id=None) is None
+
+
+def test_batches_say_where_documents_begin_when_asked(tmp_path):
+    write_pair(tmp_path / "x", [np.append(np.arange(1, 6), 0) for _ in range(20)])
+    training = BatchLoader(TrainingData(str(tmp_path / "x"), seq_len=16, seed=7), global_batch_size=4, micro_batch_size=2, eod_id=0)
+    validation = ValidationData(tmp_path / "x", seq_len=16, eod_id=0)
+    for batch in (*training.micro_batches(0), *validation.micro_batches(2)):
+        assert torch.equal(batch.boundaries, document_starts(batch.tokens, 0)) and batch.boundaries.any()
+        assert [tensor.dtype for tensor in batch.inputs("cpu")] == [torch.int64, torch.int64, torch.bool]
+    plain = next(iter(ValidationData(tmp_path / "x", seq_len=16).micro_batches(2)))
+    assert plain.boundaries is None and len(plain.inputs("cpu")) == 2

@@ -171,3 +171,17 @@ def test_stage_1_trains_exactly_the_feature_maps(per_head):
     assert {name for name, parameter in stage.student.named_parameters() if parameter.requires_grad} == {
         name for name, parameter in expected.named_parameters() if parameter.requires_grad
     }
+
+
+@pytest.mark.parametrize(("inputs", "targets", "parallel"), FORMS)
+def test_packed_documents_are_compared_as_if_each_stood_alone(inputs, targets, parallel):
+    """Losses are means over tokens, and documents of a row see nothing of each other."""
+    tokens, lengths = TOKENS[:1], (5, 1, 7)
+    boundaries = torch.zeros_like(tokens, dtype=torch.bool)
+    boundaries[0, list(itertools.accumulate(lengths))[:-1]] = True
+    student = student_of(parallel)
+    packed = layer_losses(student, tokens, inputs, targets, "cosine", boundaries=boundaries)
+    alone = torch.stack([layer_losses(student, part, inputs, targets, "cosine") for part in tokens.split(lengths, dim=1)])
+    expected = (alone * torch.tensor(lengths).unsqueeze(1)).sum(0) / sum(lengths)
+    torch.testing.assert_close(packed, expected, rtol=1e-10, atol=0)
+    assert (layer_losses(student, tokens, inputs, targets, "cosine") - packed).abs().min() > 1e-6

@@ -1,6 +1,7 @@
 """scripts/evaluate.py: figures by hand, runs and their exports agree, every bad input is one line."""
 
 import dataclasses
+import gc
 import json
 import math
 import os
@@ -12,13 +13,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from megahedge.checkpoint.store import CheckpointWriter, open_checkpoint
 from megahedge.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megahedge.data.meta import meta_path, tokenizer_digest
-from megahedge.evaluation.evaluate import EvaluateOptions, evaluate
+from megahedge.evaluation import evaluate as evaluating
+from megahedge.evaluation.evaluate import evaluate
+from megahedge.evaluation.models import open_model
+from megahedge.evaluation.options import EvaluateOptions
 from megahedge.evaluation.text import TextCounts, count_text
+from megahedge.models.language_model import LanguageModel
 from megahedge.utils.errors import InputError, RunError
 from tests.evaluation.small import TEXTS, byte_tokenizer, write_run, write_texts
 
@@ -80,11 +86,11 @@ def test_run_checkpoint_and_export_agree_whoever_scores_them(paths):
     names = [paths["run"], str(Path(paths["run"]) / "checkpoints"), step, paths["hf"]]
     evaluations = [evaluate(options(paths, model=name)) for name in names]
     assert all(evaluation.figures() == evaluations[0].figures() for evaluation in evaluations)
-    assert [evaluation.model.source.step for evaluation in evaluations] == [7, 7, 7, None]
-    assert all(evaluation.model.tokenizer_digest == tokenizer_digest(byte_tokenizer()) for evaluation in evaluations)
+    assert [evaluation.source.step for evaluation in evaluations] == [7, 7, 7, None]
+    assert all(evaluation.tokenizer_digest == tokenizer_digest(byte_tokenizer()) for evaluation in evaluations)
     independent = evaluate(options(paths, implementation="transformers"))
-    assert independent.model.source.implementation == "transformers"
-    assert independent.model.source.loaded == evaluations[0].model.source.loaded == 28
+    assert independent.source.implementation == "transformers"
+    assert independent.source.loaded == evaluations[0].source.loaded == 28
     assert independent.perplexity.nats == pytest.approx(evaluations[0].perplexity.nats, rel=1e-6)  # fp32 logits of two implementations
 
 
@@ -174,10 +180,10 @@ def test_loss_that_is_not_a_number_is_an_error(tmp_path, paths):
         ({"model": "{data}_val.bin"}, "is a file"),
         ({"model": "{root}"}, "neither a run .* nor a Hugging Face folder"),
         ({"data_path": "no/such/data"}, "no dataset at --data_path=no/such/data"),
-        ({"data_path": "{other}"}, "not with that of --model"),
-        ({"data_path": "{other}", "model": "{run}"}, "not with that of --model"),
+        ({"data_path": "{other}"}, "not with that of /"),
+        ({"data_path": "{other}", "model": "{run}"}, "not with that of /"),
         ({"split": "train"}, "no dataset"),
-        ({"split": "test"}, "--split=test.*train or val"),
+        ({"split": "test"}, "--split=test.*train, val"),
         ({"seq_len": 65}, "--seq_len=65.*max_position_embeddings=64"),
         ({"seq_len": 65, "implementation": "transformers"}, "--seq_len=65.*max_position_embeddings=64"),
         ({"seq_len": 0}, "--seq_len=0"),
@@ -200,6 +206,50 @@ def test_bad_input_is_one_line(paths, tmp_path, changes, message):
     with pytest.raises(InputError, match=message) as caught:
         evaluate(options(paths, **changes))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "value"), [("dtype", "fp8"), ("implementation", "jax")])
+def test_what_no_model_can_be_opened_with_is_refused_before_anything_is_read(name, value):
+    with pytest.raises(InputError, match=f"--{name}={value} is not known; use one of"):
+        EvaluateOptions(model="no/such/model", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("teacher", "message"), [("no/such/model", "no/such/model"), ("{misfit}", "not with that of .*misfit"), ("{short}", "=16 of .*short")]
+)
+def test_a_teacher_that_does_not_fit_is_told_before_the_model_is_scored(paths, tmp_path, monkeypatch, teacher, message):
+    def measure(*_):
+        raise AssertionError("the model was scored")
+
+    monkeypatch.setattr(evaluating, "measure_perplexity", measure)
+    shutil.copytree(paths["hf"], tmp_path / "misfit")
+    byte_tokenizer(reverse=True).save_pretrained(tmp_path / "misfit")
+    config = json.loads((Path(paths["hf"]) / "config.json").read_text()) | {"max_position_embeddings": 16}
+    shutil.copytree(paths["hf"], tmp_path / "short")
+    (tmp_path / "short" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=message):
+        evaluate(options(paths, teacher=teacher.format(misfit=tmp_path / "misfit", short=tmp_path / "short")))
+
+
+@pytest.mark.parametrize("implementation", ["megahedge", "transformers"])
+def test_one_model_at_a_time_is_in_memory(paths, monkeypatch, implementation):
+    """Model and teacher together may not fit.  Unreachable, too: nothing waits for the garbage collector."""
+    kinds = (LanguageModel, transformers.GPTNeoXForCausalLM)
+
+    def opened(*arguments):
+        gc.collect() if not alive else None  # what other tests have left
+        alive.append(sum(type(thing) in kinds for thing in gc.get_objects()))
+        return open_model(*arguments)
+
+    alive: list[int] = []
+    monkeypatch.setattr(evaluating, "open_model", opened)
+    gc.disable()
+    try:
+        evaluation = evaluate(options(paths, teacher=paths["hf"], implementation=implementation))
+    finally:
+        gc.enable()
+    assert evaluation.teacher.figures() == evaluation.figures()
+    assert len(alive) == 3 and set(alive) == {alive[0]}
 
 
 def run_script(*arguments) -> subprocess.CompletedProcess:

@@ -31,7 +31,7 @@ MIXERS = {
         kind="hedge_mamba", feature_map_per_head=True, rope="before", decay="head", decay_step="head", decay_per_head=True
     ),
     "state": MixerConfig(kind="hedge_mamba", rope="before", decay="state", decay_step="state", conv_kernel=2, gate=False),
-    "bare": MixerConfig(kind="hedge_mamba", decay="none", conv_kernel=0, feature_map_scale=True),
+    "baseline": MixerConfig(kind="hedge_mamba", decay="none", decay_step="none", conv_kernel=0, gate=False, feature_map_scale=True),
 }
 """One of each structure of decay, and each switch on and off."""
 
@@ -39,14 +39,14 @@ COMBINATIONS = {
     f"{decay}-{step or 'no'}-{'heads' if per_head else 'shared'}-{'tied' if tied else 'free'}": MixerConfig(
         kind="hedge_mamba",
         decay=decay,
-        decay_step=step or "channel",
+        decay_step=step or decay,
         decay_per_head=per_head,
         decay_tie_signs=tied,
         feature_map_per_head=per_head,
         feature_map_scale=tied,
         rope="before" if tied else "after",
         decay_rank=5 if per_head else 0,
-        conv_kernel=3,
+        conv_kernel=3 if step else 0,
     )
     for decay, steps in STEP_AXES.items()
     for step in steps or (None,)

@@ -1,11 +1,13 @@
 """What transformers' `generate` makes of an exported folder: the cache changes nothing, and neither does padding."""
 
 import copy
+import weakref
 
 import pytest
 import torch
 
-from tests.export.small import left_padded, tokens_of
+from megahedge.export.cache import Packing
+from tests.export.small import MIXERS, as_transformers, left_padded, student, tokens_of
 
 CLOSE = {"rtol": 0, "atol": 1e-4}  # fp32 logits of spread 1, chunks against single tokens; 2e-6 is what is seen
 LENGTHS = (1, 5, 17, 300)
@@ -44,6 +46,57 @@ def test_any_division_of_a_text_gives_the_logits_of_the_whole(model):
             logits.append(output.logits)
         torch.testing.assert_close(torch.cat(logits, dim=1), expected, **CLOSE)
         assert cache.get_seq_length() == 140
+
+
+@torch.no_grad()
+def test_a_cache_that_is_not_to_be_written_is_read(model):
+    """Several texts after one prefix; nothing of it is forgotten, and nothing is added to it."""
+    prefix, kept = tokens_of(70, seed=2), None
+    for seed in (3, 4):
+        following = tokens_of(5, seed=seed)
+        expected = model(torch.cat((prefix, following), dim=1), use_cache=False).logits[:, 70:]
+        kept = kept or model(prefix, use_cache=True).cache
+        output = model(following, cache=kept, use_cache=False)
+        torch.testing.assert_close(output.logits, expected, **CLOSE)
+        assert output.cache is None and kept.get_seq_length() == 70
+
+
+@torch.no_grad()
+def test_the_cache_goes_by_either_name(loaded):
+    model, tokens = loaded["tuned"], tokens_of(12)
+    for owner in (model, model.gpt_neox):
+        output = owner(tokens[:, :9], use_cache=True)
+        assert output.past_key_values is output.cache is not None
+    rest = model(tokens[:, 9:], past_key_values=model(tokens[:, :9]).past_key_values)
+    torch.testing.assert_close(rest.logits, model(tokens).logits[:, 9:], **CLOSE)
+
+
+def test_no_token_that_is_written_waits_for_a_look_at_the_mask(monkeypatch):
+    """Whether a mask leaves anything out is known on the device alone: it is asked once, of the prompt."""
+    model, masks = as_transformers(student(MIXERS["tuned"])), []
+    of = Packing.of
+    monkeypatch.setattr(Packing, "of", lambda mask, seq_len: masks.append(mask) or of(mask, seq_len))
+    tokens, mask = left_padded([tokens_of(9)[0], tokens_of(4)[0]])
+    for options in ({}, {"num_beams": 2}):
+        masks.clear()
+        generate(model, tokens, attention_mask=mask, max_new_tokens=5, **options)
+        assert [mask is None for mask in masks] == [False, True, True, True, True]
+
+
+@torch.no_grad()
+def test_no_more_hidden_states_are_held_than_asked_for():
+    """In a prefill of many tokens each of them is as large as the input."""
+    model, outputs, alive = as_transformers(student(MIXERS["tuned"], num_layers=3)), [], []
+
+    def note(module, inputs, output):
+        outputs.append(weakref.ref(output))
+        alive.append(sum(made() is not None for made in outputs))
+
+    for layer in model.gpt_neox.layers:
+        layer.register_forward_hook(note)
+    model(tokens_of(9))
+    assert max(alive) == 2  # a layer's input and its output
+    assert len(model(tokens_of(9), output_hidden_states=True).hidden_states) == 4
 
 
 @torch.no_grad()
@@ -151,8 +204,13 @@ def test_what_it_cannot_do_is_said(loaded):
     model, tokens = loaded["tuned"], tokens_of(4)
     with pytest.raises(ValueError, match="a cache of its own"):
         generate(model, tokens, cache_implementation="static")
-    with pytest.raises(ValueError, match="is a HedgeMambaCache, not a list"):
-        model(tokens, cache=[])
+    for use_cache in (True, False):
+        with pytest.raises(ValueError, match="is a HedgeMambaCache, not a list"):
+            model(tokens, cache=[], use_cache=use_cache)
+    with pytest.raises(ValueError, match="cannot go on from a cache"):
+        generate(model, tokens, cache=model(tokens[:, :2]).cache, use_cache=False)
+    with pytest.raises(TypeError, match="position_ids: not known here"):
+        model(tokens, position_ids=tokens, output_attentions=False)
     with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
         model()
     with pytest.raises(ValueError, match="attention_mask is"):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megahedge.config.mixer import MixerConfig
+from megahedge.export.cache import HedgeMambaCache
 from megahedge.export.configuration_hedge_mamba import HedgeMambaConfig
 from megahedge.export.modeling_hedge_mamba import HedgeMambaForCausalLM
 from megahedge.models.families import FAMILIES
@@ -66,7 +67,41 @@ def test_a_loss_without_labels_to_score_is_0():
     assert exported(tokens, labels=torch.full_like(tokens, -100)).loss == 0
 
 
-def test_activation_checkpointing_changes_no_gradient():
+def test_batches_that_are_accumulated_weigh_each_label_the_same():
+    """Divided by the labels of both, however these fall on the batches."""
+    exported = as_transformers(student(MIXERS["tuned"]).double())
+    tokens = tokens_of(20, batch=2)
+    labels = tokens.clone()
+    labels[0, :15] = -100
+    count = (labels[:, 1:] != -100).sum()
+    whole = exported(tokens, labels=labels).loss
+    for num_items in (count, int(count)):
+        parts = [exported(tokens[[row]], labels=labels[[row]], num_items_in_batch=num_items).loss for row in (0, 1)]
+        torch.testing.assert_close(sum(parts), whole, **EXACT)
+
+
+@pytest.mark.slow
+def test_transformers_trainer_weighs_each_label_the_same(tmp_path):
+    """A step of two batches is that of one batch of both."""
+    from transformers import Trainer, TrainingArguments
+
+    tokens = tokens_of(12, batch=2)
+    labels = tokens.clone()
+    labels[0, :9] = -100
+    data = [{"input_ids": tokens[row], "labels": labels[row]} for row in (0, 1)]
+    trained = []
+    for size in (1, 2):
+        exported = as_transformers(student(MIXERS["tuned"]))
+        sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 2 // size, "max_steps": 1}
+        arguments = TrainingArguments(tmp_path, **sizes, optim="sgd", learning_rate=1.0, max_grad_norm=0, report_to=[], use_cpu=True)
+        Trainer(exported, arguments, train_dataset=data).train()
+        trained.append(torch.cat([parameter.detach().flatten() for parameter in exported.parameters()]))
+    start = torch.cat([parameter.detach().flatten() for parameter in as_transformers(student(MIXERS["tuned"])).parameters()])
+    assert (trained[0] - trained[1]).norm() < 1e-5 * (trained[1] - start).norm()  # fp32; a mean of means is 0.5 off
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_activation_checkpointing_changes_no_gradient(use_cache):
     exported = as_transformers(student(MIXERS["tuned"]).double()).train()
     tokens = tokens_of(20, batch=2)
     grads = []
@@ -74,9 +109,13 @@ def test_activation_checkpointing_changes_no_gradient():
         exported.zero_grad()
         if recomputes:
             exported.gradient_checkpointing_enable()
-        exported(tokens, labels=tokens).loss.backward()
+        output = exported(tokens, labels=tokens, use_cache=use_cache)
+        assert (output.cache is None) == (recomputes or not use_cache)
+        output.loss.backward()
         grads.append([parameter.grad.clone() for parameter in exported.parameters()])
     assert exported.is_gradient_checkpointing
+    with pytest.raises(ValueError, match="cannot go on from a cache"):
+        exported(tokens, cache=HedgeMambaCache(2))
     for before, after in zip(*grads, strict=True):
         torch.testing.assert_close(after, before, **EXACT)
 
@@ -117,12 +156,31 @@ def test_a_fresh_model_starts_as_identities():
     assert torch.equal(attention.query_map.weight, torch.eye(16))
 
 
+@pytest.mark.parametrize("name", ["paper", "tuned"])
+def test_parameters_that_come_from_a_file_are_not_initialised(name):
+    """Some versions of transformers initialise all modules after loading, and mark the parameters that are to stay."""
+    exported = as_transformers(student(MIXERS[name]))
+    before = {name: parameter.detach().clone() for name, parameter in exported.named_parameters()}
+    for parameter in exported.parameters():
+        parameter._is_hf_initialized = True
+    for module in exported.modules():
+        exported._init_weights(module)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in exported.named_parameters())
+
+
 @pytest.mark.parametrize(
     "options", [{"decay": "fast"}, {"rope_position": "beside"}, {"feature_map": "elu"}, {"mixer": "softmax"}, {"mixer": "hedgehog"}]
 )
 def test_a_config_of_another_kind_is_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         HedgeMambaConfig(**options)
+
+
+def test_a_step_without_decay_may_have_any_name():
+    """Runs have recorded it in more than one way."""
+    assert HedgeMambaConfig(decay="none", decay_step="none").decay_step == "none"
+    with pytest.raises(ValueError, match="decay_step"):
+        HedgeMambaConfig(decay="head", decay_step="none")
 
 
 def test_softmax_is_no_student():

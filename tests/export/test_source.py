@@ -3,11 +3,13 @@
 import json
 import logging
 
+import huggingface_hub
 import pytest
 
 from megahedge.evaluation.generation import GenerateOptions, Writer
 from megahedge.export.source import StoredModel
 from megahedge.export.to_hf import ExportOptions, export
+from megahedge.models.hub import was_downloaded
 from megahedge.utils.errors import InputError
 from tests.export.small import MIXERS, student, write_run, write_teacher
 
@@ -41,3 +43,17 @@ def test_a_tokenizer_that_was_replaced_is_not_used(run, tmp_path, caplog):
     with pytest.raises(InputError, match="give --tokenizer"):
         export(ExportOptions(run=str(run), out=str(tmp_path / "out")))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_name_on_the_hub_is_told_from_a_folder_by_the_hubs_cache(tmp_path, monkeypatch):
+    snapshot = tmp_path / "hub" / "models--some--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    assert was_downloaded("some/model")
+    assert not any(map(was_downloaded, ("runs/teacher", "teacher", "/home/me/teacher", "a/b/c", "")))
+    (tmp_path / "some" / "model").mkdir(parents=True)
+    assert not was_downloaded("some/model")  # a folder of that name is what the run has read

@@ -1,8 +1,13 @@
 """tools/convert_to_hf.py: what it writes, what it refuses, and that the folder needs nothing of ours."""
 
 import ast
+import errno
+import functools
 import json
+import logging
 import os
+import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,25 +19,26 @@ from safetensors.torch import load_file
 
 from megahedge.config.mixer import MixerConfig
 from megahedge.data.meta import tokenizer_digest
-from megahedge.evaluation.models import open_model
-from megahedge.export import code_files, to_hf, verify
+from megahedge.evaluation.models import open_model, teacher_of
+from megahedge.export import code_files, source, to_hf, verify
 from megahedge.export.scan_backends import BACKENDS, choose_backend
 from megahedge.export.to_hf import ExportOptions, build_hf_model, export
 from megahedge.kernels import registry
+from megahedge.models.families import FAMILIES
+from megahedge.models.handover import stream_logits
 from megahedge.models.hf_weights import save_pretrained
 from megahedge.utils.cli import parse_options
 from megahedge.utils.errors import InputError, RunError
 from tests.evaluation.small import byte_tokenizer
-from tests.export.small import MIXERS, STEP, VOCAB_SIZE, student, tokens_of, write_run
+from tests.export import small as export_small
+from tests.export.small import MIXERS, STEP, VOCAB_SIZE, as_transformers, student, tokens_of, write_run
 
+RECORD_OF = export_small.record_of
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def export_of(root, tmp_path, name="tuned", **options):
     return export(ExportOptions(**{"run": str(root / name), "out": str(tmp_path / "out")} | options))
-
-
-# ---- what is written ----------------------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_holds_all_that_a_hugging_face_folder_holds(folders):
@@ -77,12 +83,27 @@ def test_nothing_in_a_folder_imports_this_package(folders):
 
 
 def test_the_scan_that_travels_is_the_packages_own(folders):
-    """Line by line but for imports and the line above that says where it is from."""
-    for name in ("scan", "chunked", "loop", "reference", "normaliser", "problem", "causal_conv"):
-        copied = (folders["paper"] / f"hedge_mamba_{name}.py").read_text().splitlines()[1:]
-        own = (REPOSITORY / "megahedge" / "kernels" / f"{name}.py").read_text().splitlines()
-        differing = [(ours, theirs) for ours, theirs in zip(own, copied, strict=True) if ours != theirs]
-        assert all(ours.startswith("from megahedge.") and theirs.startswith("from .hedge_mamba_") for ours, theirs in differing)
+    """So is all else: line by line but for imports and the line above that says where it is from."""
+    origins = set()
+    for path in folders["paper"].glob("*.py"):
+        head, *copied = path.read_text().splitlines()
+        origins.add(head.split()[3])
+        own = (REPOSITORY / head.split()[3]).read_text().splitlines()
+        differing = [(ours, theirs) for ours, theirs in zip(own, copied, strict=False) if ours != theirs]
+        assert all(ours.startswith("from megahedge.") and theirs.startswith("from .") for ours, theirs in differing), path
+        added = [line for line in copied[len(own) :] if line]
+        assert not added or (path.name == "modeling_hedge_mamba.py" and all(line[0] == "#" or line.startswith("from .") for line in added))
+    kernels = {f"megahedge/kernels/{name}.py" for name in ("scan", "chunked", "loop", "reference", "normaliser", "problem", "causal_conv")}
+    assert origins >= kernels | {"megahedge/models/mixers/offsets.py", "megahedge/utils/labels.py"}
+
+
+def test_two_modules_of_one_name_cannot_travel(monkeypatch):
+    """One file would take the other's place."""
+    source = code_files._source
+    more = {"megahedge.export.mixer": "from megahedge.other.labels import X\n", "megahedge.other.labels": ""}
+    monkeypatch.setattr(code_files, "_source", lambda module: more.get(module, "") + (source(module) if "other" not in module else ""))
+    with pytest.raises(AssertionError, match="would have one name"):
+        code_files.code_files()
 
 
 def test_the_backends_that_travel_are_those_of_torch_in_the_same_order():
@@ -97,11 +118,53 @@ def test_the_card_says_what_the_run_recorded_and_no_more(root, tmp_path):
     lines = [{"kind": "eval", "step": step, "perplexity": 10.0 + step, "loss": 2.0, "tokens": 8000} for step in (0, STEP)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"kind": "eval", "st')
     card = (export_of(tmp_path, tmp_path, "run").folder / "README.md").read_text()
+    assert "base_model" not in card
     for said in ("| teacher | teacher |", "7 steps, 1,792 tokens, recipe paper, learning rate 2.5e-05", "token perplexity 17.000", "KL "):
         assert said in card
     assert str(tmp_path) not in card and "stage 1" not in card and "None" not in card
     (run / "metrics.jsonl").unlink()
     assert "perplexity" not in (export_of(tmp_path, tmp_path, "run", overwrite=True, verify=False).folder / "README.md").read_text()
+
+
+TEACHERS = {
+    "a folder elsewhere": ("{elsewhere}/teacher", None, None, "teacher", None),
+    "a folder from here on": ("teacher", None, "./teacher", "teacher", None),
+    "a folder from the root on": ("{here}/teacher", None, "./teacher", "teacher", None),
+    "a folder that has gone": ("runs/gone", None, "./runs/gone", "gone", None),
+    "a model of the hub": ("EleutherAI/pythia-14m", "step3000", "EleutherAI/pythia-14m", "EleutherAI/pythia-14m step3000", True),
+    "a downloaded one": ("some/downloaded", None, "some/downloaded", "some/downloaded", True),
+}
+"""Teacher and revision as the run named them; the teacher in config.json, in the card's table, and whether it is a base_model."""
+
+
+@pytest.mark.parametrize("kind", TEACHERS)
+def test_the_teacher_is_named_as_others_can_read_it(kind, root, tmp_path, monkeypatch):
+    """On the hub, or as seen from here: no path of this machine, and no folder's name that a stranger would look up on the hub."""
+    given, revision, in_config, in_card, on_hub = TEACHERS[kind]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(source, "was_downloaded", lambda name: name == "some/downloaded")
+    monkeypatch.setattr(export_small, "record_of", functools.partial(_record_with_teacher, given, revision, root, tmp_path))
+    run = write_run(tmp_path / "run", student(MIXERS["tuned"], num_layers=1), None)
+    options = ExportOptions(run=str(run), out="out", tokenizer=str(root / "teacher"), verify=False)
+    folder = export(options).folder
+    config, card = json.loads((folder / "config.json").read_text()), (folder / "README.md").read_text()
+    assert (config.get("teacher"), config.get("teacher_revision")) == (in_config, revision)
+    assert f"| teacher | {in_card} |" in card
+    assert (f"base_model: {given}\n" in card) == ("base_model" in card) == bool(on_hub)
+    assert not any(str(place) in text for place in (root, tmp_path) for text in (card, json.dumps(config)))
+
+
+def _record_with_teacher(given, revision, root, here, config, _):
+    return RECORD_OF(config, None) | {"origin": {"teacher": given.format(elsewhere=root, here=here), "teacher_revision": revision}}
+
+
+def test_an_export_finds_a_teacher_below_the_working_directory(root, tmp_path, monkeypatch):
+    monkeypatch.chdir(root)
+    folder = export_of(root, tmp_path, verify=False).folder
+    assert teacher_of(folder).resolve() == (root / "teacher").resolve()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="give --teacher"):
+        teacher_of(folder)
 
 
 @pytest.mark.parametrize(("dtype", "stored"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("auto", torch.bfloat16)])
@@ -199,6 +262,20 @@ def test_an_export_scores_as_its_run(implementation, root, folders):
         assert exported.tokenizer_digest == run.tokenizer_digest
 
 
+def test_code_of_another_version_in_a_folder_is_told(folders, tmp_path, caplog):
+    """`auto` scores with this package's code; whoever scores an older export is to know."""
+    folder = shutil.copytree(folders["tuned"], tmp_path / "out")
+    with caplog.at_level(logging.WARNING, logger="megahedge"):
+        open_model(folder)
+        assert "another version" not in caplog.text
+        path = folder / "modeling_hedge_mamba.py"
+        path.write_text(path.read_text().replace(code_files.code_digest(), "0123456789abcdef"))
+        open_model(folder)
+    assert f"carries the code of another version (0123456789abcdef); what runs here is this package's ({code_files.code_digest()})" in (
+        caplog.text
+    )
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", MIXERS)
 def test_a_model_may_be_built_in_memory_from_a_run(name, root, loaded):
@@ -208,9 +285,6 @@ def test_a_model_may_be_built_in_memory_from_a_run(name, root, loaded):
     assert tokenizer_digest(tokenizer) == tokenizer_digest(byte_tokenizer())
     texts = [m.generate(tokens, max_new_tokens=8, do_sample=False, pad_token_id=0) for m in (model, loaded[name])]
     assert torch.equal(*texts)
-
-
-# ---- what is refused ------------------------------------------------------------------------------------------------------------------
 
 
 def _swap_heads(name, tensor):
@@ -262,6 +336,41 @@ def test_other_parameters_are_refused_by_either_check(check, fault, root, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+@pytest.fixture(scope="module")
+def near_0():
+    """A student whose signed normalisers come so near 0 that fp32's rounding moves logits by a tenth, and its logits by precision.
+
+    Steep maps make one feature nearly 1, whose rotation then decides the sign.
+    """
+    model = student(MIXERS["paper"], rotary_pct=1.0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("_map.weight"):
+                parameter *= 30
+    parameters, tokens = dict(model.named_parameters()), verify.prompts(VOCAB_SIZE)
+    read = lambda name: parameters[name].detach()  # noqa: E731
+    logits = {name: stream_logits(model.config, read, tokens, dtype=dtype) for name, dtype in verify.PRECISIONS.items()}
+    return model, tokens, logits
+
+
+def test_a_student_that_fp32_cannot_judge_is_judged_in_fp64(near_0):
+    model, tokens, logits = near_0
+    agreement = verify.check_logits(as_transformers(model), tokens, logits.get)
+    assert agreement.precision == "fp64" and agreement.holds and "in fp64" in str(agreement)
+    rounding = verify._compare(logits["fp32"].flatten(0, 1), logits["fp64"].flatten(0, 1), "fp32")
+    assert not rounding.holds  # the trainer's own model in fp32 is as far from itself
+
+
+@pytest.mark.parametrize("fault", TENSOR_FAULTS)
+def test_its_faults_are_refused_all_the_same(fault, near_0):
+    model, tokens, logits = near_0
+    exported, names = as_transformers(model), FAMILIES[model.config.family]
+    faulty = {names.hf_name(name): TENSOR_FAULTS[fault](name, parameter.detach()) for name, parameter in model.named_parameters()}
+    exported.load_state_dict(faulty, strict=False)
+    with pytest.raises(RunError, match=r"not the trainer's model.*in fp64"):
+        verify.check_logits(exported, tokens, logits.get)
+
+
 @pytest.mark.parametrize("fault", CONFIG_FAULTS)
 def test_a_config_of_another_function_is_refused(fault, root, tmp_path, monkeypatch):
     original = to_hf.hf_config
@@ -311,6 +420,33 @@ def test_a_failure_leaves_the_folder_that_was_there(root, tmp_path, monkeypatch)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_rename_that_fails_leaves_the_folder_that_was_there(root, tmp_path, monkeypatch):
+    before = (export_of(root, tmp_path, verify=False).folder / "model.safetensors").read_bytes()
+    rename = Path.rename
+
+    def failing(path, target):
+        if Path(target).name == "out" and not path.name.startswith(".old"):
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(RunError, match=r"cannot write .*out: Input/output error"):
+        export_of(root, tmp_path, name="paper", overwrite=True, verify=False)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_kill_between_the_renames_loses_no_model(root, tmp_path):
+    """The next start puts the old one back, and replaces it only if it is asked to."""
+    folder = export_of(root, tmp_path, verify=False).folder
+    before = (folder / "model.safetensors").read_bytes()
+    folder.rename(tmp_path / ".old-out")
+    with pytest.raises(InputError, match=r"holds a model already.*--overwrite"):
+        export_of(root, tmp_path, verify=False)
+    assert (folder / "model.safetensors").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_the_tokenizer_must_be_at_hand_and_the_runs(root, tmp_path):
     run = write_run(tmp_path / "run", student(MIXERS["tuned"]), tmp_path / "moved")
     with pytest.raises(InputError, match="give --tokenizer"):
@@ -322,17 +458,12 @@ def test_the_tokenizer_must_be_at_hand_and_the_runs(root, tmp_path):
     assert (run / "run.json").is_file()
 
 
-def run_script(*arguments) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(REPOSITORY / "tools" / "convert_to_hf.py"), *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-
-
-def test_script_takes_a_checkpoint_and_says_what_it_has_done(root, tmp_path):
+def test_script_takes_a_checkpoint_and_says_what_it_has_done(root, tmp_path, monkeypatch, capsys):
     checkpoint = root / "tuned" / "checkpoints" / f"step-{STEP:08d}"
-    done = run_script(checkpoint, tmp_path / "out", "--dtype", "bf16")
-    assert done.returncode == 0, done.stderr
-    assert "stage2, step 7: hedge_mamba" in done.stdout and "verified: KL" in done.stdout
+    monkeypatch.setattr(sys, "argv", ["convert_to_hf.py", str(checkpoint), str(tmp_path / "out"), "--dtype", "bf16"])
+    runpy.run_path(str(REPOSITORY / "tools" / "convert_to_hf.py"))["main"]()
+    said = capsys.readouterr().out
+    assert "stage2, step 7: hedge_mamba" in said and "verified: KL" in said and "in fp32" in said
     assert (tmp_path / "out" / "config.json").is_file()
 
 

@@ -125,6 +125,8 @@ def _special(inputs: Path) -> list[StageRun]:
         run("stage-1-gone", resumes="tuned-2-zero1", stop_after=None, init_from="gone"),
         run("unfinished-start", prepare=write_unfinished, init_from="unfinished"),
         run("no-stage-1", **no_stage1),
+        run("documents-1", 1, reset_at_documents=True),
+        run("documents-2", init_from="documents-1", stop_after=None, reset_at_documents=True),
         run("rates-set", decay_init=0.25, lr=1e-9, lr_new=1e-9),
         *(run(f"mutant-{mutant}", mutant=mutant) for mutant in MUTANTS),
         run("mutant-no-stage-1", mutant="gate", **no_stage1),

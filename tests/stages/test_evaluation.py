@@ -2,8 +2,9 @@
 
 import pytest
 
-from megahedge.evaluation.evaluate import EvaluateOptions, evaluate
+from megahedge.evaluation.evaluate import evaluate
 from megahedge.evaluation.models import open_model
+from megahedge.evaluation.options import EvaluateOptions
 from tests.stages.runs import STEPS
 from tests.training.runs import SEQ_LEN, checkpoint_at, measured
 
@@ -15,10 +16,27 @@ def test_a_run_scores_what_its_own_last_evaluation_found(name, inputs, made):
     options = EvaluateOptions(model=str(made(name)), data_path=str(inputs / "data"), seq_len=SEQ_LEN, eval_tokens=500)
     evaluation = evaluate(options)
     assert evaluation.perplexity.loss == pytest.approx(measured(made(name), "eval")[-1]["loss"], abs=1e-5)  # nats; fp32
-    source = evaluation.model.source
+    source = evaluation.source
     assert (source.kind, source.step) == (f"stage{name.split('-')[1]}", STEPS)
     assert source.loaded == len(checkpoint_at(made(name), STEPS).names("parameters"))
     assert evaluation.text.words > 0  # decoded by the tokenizer of the teacher or of the data
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_run_that_keeps_documents_apart_is_scored_so(stage, inputs, made):
+    """Run and script alike; with documents that see each other the figures are others."""
+    run = made(f"documents-{stage}")
+    losses = {}
+    for apart in (True, False):
+        options = EvaluateOptions(
+            model=str(run), data_path=str(inputs / "data"), seq_len=SEQ_LEN, eval_tokens=500, reset_at_documents=apart
+        )
+        losses[apart] = evaluate(options).perplexity.loss
+    assert losses[True] == pytest.approx(measured(run, "eval")[-1]["loss"], abs=1e-5)
+    assert abs(losses[False] - losses[True]) > 1e-4
+    plain, apart = (measured(made(name), "train") for name in (f"tuned-{stage}-zero1", f"documents-{stage}"))
+    assert [line["step"] for line in plain] == [line["step"] for line in apart]
+    assert all(abs(one["loss"] - other["loss"]) > 1e-5 for one, other in zip(plain, apart, strict=True))
 
 
 def test_a_checkpoint_before_the_last_scores_as_itself(inputs, made):

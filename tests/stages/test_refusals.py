@@ -147,3 +147,13 @@ def test_the_commands_end_with_their_status_and_one_line(options, inputs, made, 
         assert status == expected, stderr
         last = stderr.splitlines()[-1]
         assert last.startswith("error: ") and said in last and "Traceback" not in stderr
+
+
+def test_documents_are_kept_apart_only_where_their_ends_are_known(refused, inputs, tmp_path):
+    """By data without such a token, and by data of other programs with a tokenizer that names none."""
+    for path in inputs.glob("data_*"):
+        shutil.copy(path, tmp_path)
+    meta = json.loads((inputs / "data.meta.json").read_text())
+    (tmp_path / "data.meta.json").write_text(json.dumps(meta | {"options": {"append_eod": False}}))
+    line = refused(1, data_path=(str(tmp_path / "data"),), reset_at_documents=True)
+    assert "--reset_at_documents" in line and "preprocess it with one" in line

@@ -1,6 +1,9 @@
 """Command lines and YAML files into frozen dataclasses."""
 
 import dataclasses
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -81,8 +84,9 @@ def test_the_launchers_local_rank_is_accepted():
         (["--width=three"], "three"),
         (["--width=3", "--rate=fast"], "fast"),
         (["--width=3", "--rate=-1"], "--rate=-1.0 must be positive"),
-        (["--width=3", "--budget=1.5"], "1.5"),
-        (["--width=3", "--budget=12Q"], "12Q"),
+        (["--width=3", "--budget=1.5"], "--budget: '1.5' is not a whole number"),
+        (["--width=3", "--limit=0.5"], "--limit: '0.5' is not a whole number"),
+        (["--width=3", "--budget=12Q"], "--budget: '12Q' is not a count; write it like 300M"),
         (["--width=3", "--budget=nan"], "nan"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
     ],
@@ -148,6 +152,45 @@ def test_other_errors_keep_their_traceback_and_success_is_status_0():
     with pytest.raises(SystemExit) as end:
         run_main(lambda: None)
     assert end.value.code == 0
+
+
+PIPED = """
+import socket
+from megahedge.utils.cli import run_main
+def main():
+    {body}
+run_main(main)
+"""
+
+
+def piped(tmp_path, body: str) -> subprocess.Popen:
+    """A command with that body, whose output is a pipe."""
+    script = tmp_path / "script.py"
+    script.write_text(PIPED.format(body=body))
+    return subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_ctrl_c_ends_a_command_without_a_word(tmp_path):
+    process = piped(tmp_path, "print('here', flush=True); import time; time.sleep(60)")
+    assert process.stdout.readline() == "here\n"
+    process.send_signal(signal.SIGINT)
+    assert (process.communicate(timeout=30), process.returncode) == (("", ""), 130)
+
+
+@pytest.mark.parametrize(
+    "body", ["[print('x' * 1000, flush=True) for _ in range(1000)]", "print('y' * 4000)", "print('z'); raise SystemExit"]
+)
+def test_a_reader_that_has_seen_enough_ends_a_command_without_a_word(tmp_path, body):
+    """`command | head`, met while it prints, or when what is left is flushed."""
+    process = piped(tmp_path, body)
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait(30)) == ("", 141)
+
+
+def test_another_broken_pipe_keeps_its_traceback(tmp_path):
+    process = piped(tmp_path, "ours, theirs = socket.socketpair(); theirs.close(); ours.sendall(b'x')")
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1 and "BrokenPipeError" in errors
 
 
 def test_a_config_file_may_give_one_value_for_a_list(tmp_path):

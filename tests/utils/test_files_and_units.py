@@ -1,6 +1,7 @@
 """Atomic files, digests, locks, and numbers as people write them."""
 
 import hashlib
+import math
 import multiprocessing
 import os
 import threading
@@ -14,6 +15,7 @@ from megahedge.utils.files import (
     atomic_write,
     check_output,
     file_lock,
+    finite_or_none,
     is_temporary_file,
     read_json,
     read_json_object,
@@ -63,7 +65,24 @@ def test_json_goes_there_and_back(tmp_path):
     assert list(read_json(tmp_path / "v.json")) == ["b", "a"]
 
 
-@pytest.mark.parametrize("content", [b'{"a": ', b"[1]", b"\xff", b""])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_what_json_does_not_know_is_not_written(tmp_path, value):
+    """json.loads of Python reads `Infinity`; jq, JavaScript and pandas do not."""
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(tmp_path / "v.json", {"a": [value]})
+    assert list(tmp_path.iterdir()) == []
+    assert finite_or_none({"a": [value, 1.5, 2], "b": {"c": (value, "x", None)}}) == {"a": [None, 1.5, 2], "b": {"c": [None, "x", None]}}
+
+
+@pytest.mark.parametrize(("name", "reason"), [("none.json", "No such file"), ("", "Is a directory"), ("v.json/x", "Not a directory")])
+def test_a_json_object_that_cannot_be_read_is_the_users_error(name, reason, tmp_path):
+    (tmp_path / "v.json").write_text("{}")
+    with pytest.raises(InputError, match=f"cannot be read: {reason}") as caught:
+        read_json_object(tmp_path / name)
+    assert str(tmp_path / name) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b'{"a": ', b"[1]", b"\xff", b"", b"9" * 5000, b"[" * 100_000])
 def test_a_damaged_json_object_is_the_users_error(content, tmp_path):
     (tmp_path / "v.json").write_bytes(content)
     with pytest.raises(InputError, match=r"v\.json is damaged"):

@@ -1,7 +1,5 @@
 """Commands that are run once, gone on with where they were stopped, and named where they fail."""
 
-import importlib
-import json
 import signal
 import subprocess
 import sys
@@ -101,34 +99,3 @@ def test_a_job_that_ends_without_its_figures_has_failed(job, tmp_path):
     (tmp_path / "script.py").write_text("print('asked to stop')")
     with pytest.raises(RunError, match="status 0: asked to stop"):
         run_jobs([job("a")])
-
-
-def test_the_comparison_chooses_the_best_rate_by_the_first_seed_and_says_what_is_recovered(monkeypatch, tmp_path):
-    """Losses made up: stage 1 at 5, the teacher at 3; `paper` best at the middle rate for seed 1, though not for seed 2."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
-    compare = importlib.import_module("compare_recipes")
-
-    def loss(name: str) -> float:
-        if name.startswith("stage1"):
-            return 5.0
-        at_middle = "lr0.001" in name
-        return 4.0 - 0.5 * at_middle if "seed1" in name else 3.5 + at_middle
-
-    asked = []
-
-    def run_jobs(jobs, parallel):
-        asked.extend(job.folder.name for job in jobs)
-        return [{"validation_loss": loss(job.folder.name)} for job in jobs]
-
-    monkeypatch.setattr(compare, "run_jobs", run_jobs)
-    monkeypatch.setattr(compare.Comparison, "_teacher_loss", lambda self: 3.0)
-    options = compare.CompareOptions(teacher="t", data_path="d", output_dir=str(tmp_path), lr=(5e-4, 1e-3, 2e-3), tuned_lr=(1e-3,))
-    rows = {row["model"]: row for row in compare.Comparison(options).run()}
-    assert list(rows)[:3] == ["teacher", "stage 1, paper", "stage 1, tuned"]
-    assert rows["paper"]["lr"] == 1e-3
-    assert rows["paper"]["losses"] == [3.5, 4.5]
-    assert rows["paper"]["recovered"] == pytest.approx((5 - 4) / (5 - 3))
-    assert {"hedgehog", "tuned", "hedgehog, no stage 1", "paper, no stage 1", "tuned, no stage 1"} <= set(rows)
-    assert "paper-lr0.0005-seed2" not in asked and "paper-lr0.001-seed2" in asked
-    assert "recovered" in compare.table(list(rows.values())).splitlines()[0]
-    json.dumps(list(rows.values()))

@@ -12,14 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, cat, nn
 
 from megahedge.config.model import ModelConfig
+from megahedge.models.mixers.offsets import STEP_OFFSET
 from megahedge.parallel.collectives import copy_parameters_to_tp
 from megahedge.parallel.layers import divide
 from megahedge.parallel.sharding import ZEROS, Init, declare_parameter
 from megahedge.parallel.topology import TensorParallel
 from megahedge.utils.precision import full_precision, widen
-
-STEP_OFFSET = 0.541324854612918
-"""SoftPlus⁻¹(1) = log(e − 1)."""
 
 
 class Decay(nn.Module, abc.ABC):

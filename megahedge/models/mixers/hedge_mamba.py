@@ -11,14 +11,12 @@ from megahedge.kernels import causal_conv, scan
 from megahedge.models.context import SequenceContext
 from megahedge.models.mixers.decay import DECAYS
 from megahedge.models.mixers.hedgehog import HedgehogAttention
+from megahedge.models.mixers.offsets import GATE_OFFSET
 from megahedge.parallel.collectives import copy_parameters_to_tp
 from megahedge.parallel.layers import ColumnParallelLinear
 from megahedge.parallel.sharding import ZEROS, Init, declare_parameter
 from megahedge.parallel.topology import TensorParallel
 from megahedge.utils.precision import widen
-
-GATE_OFFSET = 1.2784645427610737
-"""SiLU⁻¹(1); kept outside the gate's bias, because bf16 cannot hold it."""
 
 
 class HedgeMamba(HedgehogAttention):

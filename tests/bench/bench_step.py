@@ -1,0 +1,161 @@
+"""Steps of both stages against transformers' GPT-NeoX of the same shape: time and peak memory.
+
+python -m tests.bench.bench_step [--seq_len 1024 --hidden_size 768 --num_layers 12]
+"""
+
+import dataclasses
+import functools
+import statistics
+
+import torch
+from torch import Tensor
+
+from megahedge.config.model import ModelConfig
+from megahedge.config.options import Stage1Options, Stage2Options, read_recipe
+from megahedge.models.families import FAMILIES
+from megahedge.parallel.initialize import initialize_parameters
+from megahedge.parallel.topology import TensorParallel
+from megahedge.stages.base import Stage
+from megahedge.stages.stage1 import Stage1
+from megahedge.stages.stage2 import Stage2
+from megahedge.utils.cli import parse_options, run_main
+from tests.bench.measure import Work, interleaved_seconds, machine, median_ratio, peak_bytes, print_table
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FORWARD, TRAINING = "transformers, forward", "transformers, training"
+BASELINES = (FORWARD, TRAINING)
+STUDENTS = {
+    "stage 1, student-fed": ("stage1", {"match_inputs": "student"}),
+    "stage 1, teacher-fed": ("stage1", {"match_inputs": "teacher"}),
+    "stage 2, no decay": ("stage2", {"decay": "none", "kd_alpha": 0.0}),
+    "stage 2, head": ("stage2", {"decay": "head", "kd_alpha": 0.0}),
+    "stage 2, state": ("stage2", {"decay": "state", "kd_alpha": 0.0}),
+    "stage 2, channel": ("stage2", {"decay": "channel", "kd_alpha": 0.0}),
+    "stage 2, head, KL": ("stage2", {"decay": "head", "kd_alpha": 0.7}),
+}
+"""By name: the stage, and what differs from the recipe `tuned`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchStepOptions:
+    """tests/bench/bench_step.py"""
+
+    hidden_size: int = 768
+    """Width; 768, 12 layers and 12 heads are Pythia-160M's."""
+    num_layers: int = 12
+    """Layers."""
+    num_heads: int = 12
+    """Heads."""
+    vocab_size: int = 50304
+    """Tokens of the vocabulary."""
+    batch: int = 1
+    """Sequences."""
+    seq_len: int = 1024
+    """Tokens a sequence."""
+    rounds: int = 5
+    """Timed rounds, each of which runs everything once."""
+    steps: tuple[str, ...] = tuple(STUDENTS)
+    """Which steps of ours."""
+    memory: bool = True
+    """Measure peak memory too."""
+
+    @property
+    def hf_config(self) -> dict:
+        """config.json of the model."""
+        return {
+            "model_type": "gpt_neox",
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "intermediate_size": 4 * self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": max(2048, self.seq_len),
+            "rotary_pct": 0.25,
+            "use_parallel_residual": True,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "hidden_act": "gelu",
+        }
+
+
+def tokens_of(options: BenchStepOptions) -> tuple[Tensor, Tensor]:
+    """Tokens and labels, [b, t]."""
+    tokens = torch.randint(0, options.vocab_size, (options.batch, options.seq_len + 1), generator=torch.Generator().manual_seed(0))
+    return tokens[:, :-1].to(DEVICE), tokens[:, 1:].to(DEVICE)
+
+
+def baseline(options: BenchStepOptions, name: str) -> Work:
+    """transformers' model, with SDPA and random weights, run once."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = dict(options.hf_config)
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(DEVICE)
+    tokens, _ = tokens_of(options)
+
+    def forward():
+        with torch.no_grad():
+            return model(tokens).logits
+
+    def training():
+        model.zero_grad(set_to_none=True)
+        model(tokens, labels=tokens).loss.backward()
+
+    work = forward if name == FORWARD else training
+    work()
+    return work
+
+
+def student(options: BenchStepOptions, name: str) -> Work:
+    """Loss and backward of a stage's module, without DeepSpeed and update, run once."""
+    stage_name, changes = STUDENTS[name]
+    values = read_recipe("tuned")[stage_name] | {"recipe": "tuned", "train_tokens": 10**9, "dtype": "fp32"} | changes
+    config = FAMILIES["gpt_neox"].model_config(options.hf_config)
+    stage = _stage(stage_name, values, config).to(DEVICE)
+    for model in filter(None, (stage.student, getattr(stage, "teacher", None))):
+        initialize_parameters(model, 0, TensorParallel())
+    stage.train()
+    tokens, labels = tokens_of(options)
+
+    def work():
+        stage.zero_grad(set_to_none=True)
+        stage(tokens, labels)[0].backward()
+
+    work()
+    return work
+
+
+def _stage(name: str, values: dict, config: ModelConfig) -> Stage:
+    if name == "stage1":
+        options = Stage1Options(**values)
+        return Stage1(config.with_mixer(options.mixer_config("hedgehog")), TensorParallel(), options)
+    options = Stage2Options(**values, stage1_steps=0, teacher="none")
+    return Stage2(config.with_mixer(options.mixer_config("hedge_mamba")), TensorParallel(), options)
+
+
+def work_of(options: BenchStepOptions, name: str) -> Work:
+    """The work of that name, run once."""
+    return baseline(options, name) if name in BASELINES else student(options, name)
+
+
+def main() -> None:
+    """Entry point."""
+    options = parse_options(BenchStepOptions, prog="bench_step.py", description="Steps against transformers' GPT-NeoX.")
+    names = [*BASELINES, *options.steps]
+    seconds = interleaved_seconds({name: work_of(options, name) for name in names}, options.rounds)
+    rows = []
+    for name in names:
+        row = [name, f"{1e3 * statistics.median(seconds[name]):.0f}"]
+        row += [f"{median_ratio(seconds[name], seconds[other]):.2f}" for other in BASELINES]
+        if options.memory:
+            row.append(f"{peak_bytes(functools.partial(work_of, options, name)) / 2**20:.0f}")
+        rows.append(row)
+    print(
+        f"{machine()}; {options.num_layers} layers of {options.hidden_size}, {options.num_heads} heads, b {options.batch}, t {options.seq_len}, fp32"
+    )
+    print("Loss and gradients without the update.  Memory: at the peak, beyond weights and gradients.")
+    print_table(["step", "ms", "× forward", "× training", *(["MiB"] if options.memory else [])], rows)
+
+
+if __name__ == "__main__":
+    run_main(main)
