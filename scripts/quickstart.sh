@@ -50,7 +50,7 @@ fail() {
 }
 
 check_count() {
-    [[ $2 =~ ^[0-9]+(\.[0-9]+)?(e[0-9]+)?[kKmMbB]?$ ]] || fail "$1=$2 is not a count; write it like 300K or 1.5M"
+    [[ $2 =~ ^[0-9][0-9_]*(\.[0-9]+)?(e[0-9]+)?[kKmMbB]?$ ]] || fail "$1=$2 is not a count; write it like 300K or 1.5M"
 }
 
 # fresh FILE SOURCE...: whether FILE is there and no SOURCE is newer.

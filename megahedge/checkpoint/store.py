@@ -20,7 +20,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megahedge.utils.errors import InputError
-from megahedge.utils.files import apply_umask, atomic_write, fsync_path, read_json, remove_temporary_files, sha256_file, write_json
+from megahedge.utils.files import (
+    apply_umask,
+    atomic_write,
+    fsync_path,
+    os_errors_told,
+    read_json,
+    remove_temporary_files,
+    sha256_file,
+    write_json,
+)
 from megahedge.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -58,7 +67,8 @@ class CheckpointWriter:
         number = sum(file.startswith(f"{group}-") for file in self._files)
         file = f"{group}-{number:05d}.safetensors"
         path = self._folder / file
-        save_file(tensors, path)
+        with os_errors_told(path):
+            save_file(tensors, path)
         apply_umask(path)
         fsync_path(path)
         self._files[file] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}

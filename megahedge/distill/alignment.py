@@ -35,11 +35,42 @@ def layer_losses(
     targets: `block` compares the blocks' outputs, `mixer` the mixers'.
     stats: counts the student's normalisers.
     boundaries [b, t] bool, true where a document begins that sees nothing of what is before.
-    No logits are made.
+    No logits are made.  Teacher-fed layers depend on nothing of each other: each one's gradients are made at once, and what they are
+    made of is freed before the next layer.
     """
     context = SequenceContext.of(tokens, model.config, boundaries, stats)
     pairs = _teacher_fed if inputs == "teacher" else _student_fed
-    return torch.stack([LOSSES[loss](*pair) for pair in pairs(model, tokens, context, targets)])
+    losses = []
+    for block, pair in zip(model.blocks, pairs(model, tokens, context, targets), strict=True):
+        value = LOSSES[loss](*pair)
+        losses.append(_with_gradients_of_its_own(value, block) if inputs == "teacher" else value)
+    return torch.stack(losses)
+
+
+def _with_gradients_of_its_own(loss: Tensor, block: Block) -> Tensor:
+    """The same loss, whose gradients for the block's parameters are ready and whose graph is gone.
+
+    Left alone where there is no gradient, and under ZeRO-3, which takes a backward inside of a forward for the end of it.
+    """
+    parameters = [parameter for parameter in block.parameters() if parameter.requires_grad]
+    if not loss.requires_grad or any(hasattr(parameter, "ds_id") for parameter in parameters):
+        return loss
+    with torch.autocast(loss.device.type, enabled=False):  # as in a backward after the forward
+        gradients = torch.autograd.grad(loss, parameters)
+    return _ReadyGradients.apply(loss.detach(), gradients, *parameters)
+
+
+class _ReadyGradients(torch.autograd.Function):
+    """loss, its gradients for parameters, parameters → loss."""
+
+    @staticmethod
+    def forward(ctx, loss, gradients, *parameters):
+        ctx.save_for_backward(*gradients)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, slope):
+        return None, None, *((gradient * slope).to(gradient.dtype) for gradient in ctx.saved_tensors)
 
 
 def _student_fed(model: LanguageModel, tokens: Tensor, context: SequenceContext, targets: str) -> Iterator[Pair]:

@@ -19,6 +19,15 @@ _PAD = 0
 """Pads lie on the right, after everything that is scored, and a causal model does not look there: any token serves."""
 
 
+class RequestError(InputError):
+    """A request that cannot be scored."""
+
+    def __init__(self, index: int, reason: str):
+        super().__init__(reason)
+        self.index = index
+        """Its place among the requests."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ContinuationScorer:
     """Scores and writes continuations with the forward pass of a model."""
@@ -36,11 +45,12 @@ class ContinuationScorer:
         """Log-likelihood in nats of each request's continuation after its context, and whether greedy decoding would write it.
 
         Requests with one input (contexts of several continuations of one token) share its forward pass.
-        Raises InputError for a continuation without tokens, or longer than the model takes, RunError for a score of NaN.
+        Raises RequestError for a continuation without tokens, or longer than the model takes, before any is scored, and RunError for a
+        score of NaN.
         """
         asked: dict[tuple[int, ...], list[int]] = {}  # requests by their input: all tokens but the last, which predicts nothing
         for index, (context, continuation) in enumerate(requests):
-            self._check(context, continuation)
+            self._check(index, context, continuation)
             asked.setdefault(tuple((context + continuation)[-(self.max_length + 1) : -1]), []).append(index)
         shortened = sum(len(context) + len(continuation) > self.max_length + 1 for context, continuation in requests)
         if shortened:
@@ -60,11 +70,11 @@ class ContinuationScorer:
             raise RunError("the model gives log-likelihoods that are not finite: it is broken, or its --dtype overflows")
         return results
 
-    def _check(self, context: list[int], continuation: list[int]) -> None:
+    def _check(self, index: int, context: list[int], continuation: list[int]) -> None:
         if not context or not continuation:
-            raise InputError(f"a request has {len(context)} tokens of context and {len(continuation)} to score; both need one at least")
+            raise RequestError(index, f"has {len(context)} tokens of context and {len(continuation)} to score; both need one at least")
         if len(continuation) > self.max_length:
-            raise InputError(f"a request has {len(continuation)} tokens to score; the model takes {self.max_length}")
+            raise RequestError(index, f"has {len(continuation)} tokens to score; the model takes {self.max_length}")
 
     @torch.no_grad()
     def write(self, contexts: Sequence[list[int]], max_new_tokens: int, finished: Callable[[list[int]], bool]) -> list[list[int]]:

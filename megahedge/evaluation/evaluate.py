@@ -19,7 +19,7 @@ from megahedge.evaluation.perplexity import measure_perplexity
 from megahedge.evaluation.report import Evaluation
 from megahedge.evaluation.tasks import expand_names
 from megahedge.evaluation.text import count_text
-from megahedge.utils.errors import InputError, RunError
+from megahedge.utils.errors import InputError, RunError, blamed_on
 from megahedge.utils.labels import IGNORE_INDEX
 from megahedge.utils.logging import get_logger
 from megahedge.utils.progress import ProgressBar
@@ -36,14 +36,14 @@ def evaluate(options: EvaluateOptions) -> Evaluation:
     data = None if options.scored_data is None else find_split(options.scored_data, options.split)
     found = _find_tasks(options)
     if options.teacher is not None:  # opened and let go: what is wrong with it would else be found after hours
-        _open_fitting(options, options.teacher, data, device)
-    model = _open_fitting(options, options.model, data, device)
-    with found.load() if found else contextlib.nullcontext() as tasks:
+        _open_fitting(options, "teacher", data, device)
+    model = _open_fitting(options, "model", data, device)
+    with found.load(options.num_fewshot) if found else contextlib.nullcontext() as tasks:
         evaluation = _evaluate_model(options, model, data, tasks, device)
         del model
         if options.teacher is None:
             return evaluation
-        teacher = _open_fitting(options, options.teacher, data, device)
+        teacher = _open_fitting(options, "teacher", data, device)
         return dataclasses.replace(evaluation, teacher=_evaluate_model(options, teacher, data, tasks, device))
 
 
@@ -57,11 +57,13 @@ def _find_tasks(options: EvaluateOptions):
     return find_tasks(expand_names(options.tasks), options.include_path, options.offline_data)
 
 
-def _open_fitting(options: EvaluateOptions, name: str, data: str | None, device: torch.device) -> OpenModel:
-    """A model that can read the data and the tasks.  Raises InputError."""
-    model = open_model(name, options.implementation, options.dtype, device)
-    if options.tasks and model.tokenizer is None:
-        raise InputError(f"{model.source.path} has no tokenizer with it, so tasks cannot be put to it")
+def _open_fitting(options: EvaluateOptions, option: str, data: str | None, device: torch.device) -> OpenModel:
+    """The model that --model or --teacher names, if it can read the data and the tasks.  Raises InputError."""
+    name = getattr(options, option)
+    with blamed_on(option):
+        model = open_model(name, options.implementation, options.dtype, device)
+        if options.tasks and model.tokenizer is None:
+            raise InputError(f"{model.source.path} has no tokenizer with it, so tasks cannot be put to it")
     if data is None:
         return model
     if model.max_seq_len is not None and options.seq_len > model.max_seq_len:

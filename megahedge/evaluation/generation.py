@@ -10,7 +10,7 @@ import transformers
 
 from megahedge.evaluation.models import DTYPES, open_hf_model, teacher_of
 from megahedge.export.to_hf import MODEL_TYPE
-from megahedge.utils.errors import InputError, check_known
+from megahedge.utils.errors import InputError, blamed_on, check_known
 from megahedge.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -135,6 +135,11 @@ class _Stream(transformers.TextStreamer):
 
 def writers(options: GenerateOptions) -> Iterator[Writer]:
     """The model and, where it was asked for, its teacher.  Raises InputError for one that cannot be had."""
-    yield Writer(options.model, options)
+    with blamed_on("model"):
+        model = Writer(options.model, options)
+    yield model
     if options.compare_teacher or options.teacher is not None:
-        yield Writer(options.teacher or teacher_of(options.model), options)
+        name = options.teacher or teacher_of(options.model)
+        with blamed_on("teacher"):
+            teacher = Writer(name, options)
+        yield teacher

@@ -18,7 +18,7 @@ from megahedge.checkpoint.store import MANIFEST, complete_checkpoints
 from megahedge.config.model import ModelConfig
 from megahedge.evaluation.perplexity import TokenLosses
 from megahedge.export.code_files import code_digest, folder_digest
-from megahedge.export.source import StoredModel, find_tokenizer
+from megahedge.export.source import StoredModel, find_tokenizer, teacher_place
 from megahedge.export.to_hf import MODEL_TYPE, build_hf_model
 from megahedge.models.families import FAMILIES
 from megahedge.models.hf_weights import load_config, load_pretrained
@@ -120,13 +120,16 @@ def teacher_of(name: str | os.PathLike) -> Path:
     """
     path = Path(name).expanduser()
     if _is_run(path):
-        origin = StoredModel.open(path).record.get("origin", {})
+        stored = StoredModel.open(path)
+        student, origin = stored.run, stored.record.get("origin", {})
     else:
-        origin = read_json_object(_resolve_folder(name) / "config.json")
-    if origin.get("teacher") is None:
+        student = _resolve_folder(name)
+        origin = read_json_object(student / "config.json")
+    teacher, revision = origin.get("teacher"), origin.get("teacher_revision")
+    if teacher is None:
         raise InputError(f"--model={name} does not say who its teacher was; give --teacher")
     try:
-        return resolve_pretrained(origin["teacher"], origin.get("teacher_revision"))
+        return resolve_pretrained(teacher_place(teacher, revision, student), revision)
     except InputError as error:
         raise InputError(f"the teacher of --model={name}: {error}; give --teacher") from None
 
@@ -207,13 +210,17 @@ def _load(model_class: type, folder: Path, dtype: torch.dtype, device: torch.dev
     """A model of transformers, all of whose tensors came from the folder, and the number of tensors that it has no use for."""
     transformers.logging.disable_progress_bar()  # a line of noise for the small models, and no news for the large ones
     try:
-        model, info = model_class.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        # tensors of another shape are refused below, by name
+        model, info = model_class.from_pretrained(folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+    except Exception as error:  # a damaged file fails in whatever way its bytes lead to, in transformers or a library below it
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"transformers cannot load {folder}: {reason}") from None
-    missing = sorted([*info["missing_keys"], *(entry[0] for entry in info["mismatched_keys"])])
+        raise InputError(f"transformers cannot load {folder}: {reason}") from error
+    missing = sorted(info["missing_keys"])
     if missing:
-        raise InputError(f"{folder} lacks {len(missing)} tensors, or holds them in another shape: {few(missing)}")
+        raise InputError(f"{folder} lacks {len(missing)} tensors that its config.json asks for: {few(missing)}")
+    others = sorted(f"{name} is {list(found)}, not {list(wanted)}" for name, found, wanted in info["mismatched_keys"])
+    if others:
+        raise InputError(f"{folder} holds {len(others)} tensors in another shape than its config.json asks for: {few(others)}")
     unexpected = sorted(info["unexpected_keys"])
     if unexpected:
         logger.warning("%s holds %d tensors that its model does not use: %s", folder, len(unexpected), few(unexpected))

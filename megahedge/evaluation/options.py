@@ -63,7 +63,7 @@ class EvaluateOptions:
         check_known("dtype", self.dtype, DTYPES)
         check_known("implementation", self.implementation, IMPLEMENTATIONS)
         least = {"seq_len": 2 if self.context_probe else 1, "micro_batch_size": 1, "eval_tokens": 1, "probe_windows": 2, "seed": 0}
-        least |= {"limit": 1, "num_fewshot": 0, "bootstrap_iters": 1}
+        least |= {"limit": 1, "num_fewshot": 0, "bootstrap_iters": 2}
         for name, lowest in least.items():
             value = getattr(self, name)
             if value is not None and value < lowest:
@@ -86,4 +86,4 @@ class EvaluateOptions:
     @property
     def task_options(self) -> TaskOptions:
         """How the tasks are put to each model."""
-        return TaskOptions(self.micro_batch_size, self.limit, self.num_fewshot, self.bootstrap_iters, self.seed)
+        return TaskOptions(self.micro_batch_size, self.limit, self.bootstrap_iters, self.seed)

@@ -42,8 +42,6 @@ class TaskOptions:
     """Inputs of the greatest length per forward; changes no figure."""
     limit: int | None
     """The first so many rows of each task are scored; None for all."""
-    num_fewshot: int | None
-    """Worked examples before each question, unless the task forbids any; None for what the task says."""
     bootstrap_iters: int
     """Resamplings behind the standard error of metrics that are no means."""
     seed: int

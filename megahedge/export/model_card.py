@@ -1,11 +1,15 @@
 """README.md of an exported folder: what the run's records say of the model, and how to load it."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from megahedge.export.source import StoredModel
 from megahedge.export.verify import Agreement
+from megahedge.utils.logging import get_logger
 from megahedge.utils.versions import code_version
+
+logger = get_logger(__name__)
 
 _CARD = """\
 ---
@@ -37,7 +41,7 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
 _NOTES = """\
 It needs torch and transformers alone; `trust_remote_code` runs the Python files in this folder.
 `generate` reads the prompt in chunks and then takes time and memory per token that do not grow with the text.
-Padding, on either side, is left out by the attention mask: give the mask, as the tokenizer does.
+Padding, wherever it stands, is left out by the attention mask: give the mask, as the tokenizer does.
 Two biases are stored as offsets; `hedge_mamba_mixer.py` says which."""
 
 
@@ -49,12 +53,12 @@ def model_card(stored: StoredModel, name: str, dtype: str, agreement: Agreement 
         "model": _shape(stored),
         "in place of attention" if is_student else "mixer": stored.config.mixer.describe(),
         "teacher": _teacher(stored, hub),
-        "training": _training(stored),
-        "validation": _validation(stored),
-        "data": _data(stored),
+        "training": _if_readable(_training, stored),
+        "validation": _if_readable(_validation, stored),
+        "data": _if_readable(_data, stored),
         "weights": dtype,
         "export": f"logits compared with the trainer's: {agreement}" if agreement else "not compared with the trainer",
-        "code": _code(stored),
+        "code": _if_readable(_code, stored),
     }
     if is_student:
         summary = "An attention-free language model, distilled with megahedge from one with softmax attention."
@@ -68,6 +72,15 @@ def model_card(stored: StoredModel, name: str, dtype: str, agreement: Agreement 
         trust=", trust_remote_code=True" if is_student else "",
         notes=_NOTES if is_student else "It is a GPT-NeoX model as transformers knows it.",
     )
+
+
+def _if_readable(row: Callable[[StoredModel], str | None], stored: StoredModel) -> str | None:
+    """What the run's records say, or nothing, with a warning, where they are not as a run writes them: the model is sound without."""
+    try:
+        return row(stored)
+    except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+        logger.warning("the model card leaves a row out: records of %s are damaged (%s: %s)", stored.run, type(error).__name__, error)
+        return None
 
 
 def _shape(stored: StoredModel) -> str:
@@ -109,6 +122,8 @@ def _validation(stored: StoredModel) -> str | None:
         if '"eval"' in line and line.endswith("}"):  # a line that a kill cut short has no end
             measured = json.loads(line)
             if (measured["kind"], measured["step"]) == ("eval", stored.checkpoint.step):
+                if measured["loss"] is None:  # as it is written where it is not finite
+                    return "loss not finite"
                 return f"token perplexity {measured['perplexity']:.3f}, loss {measured['loss']:.4f} nats, on {measured['tokens']:,} tokens"
     return None
 

@@ -27,6 +27,7 @@ logger = logging.get_logger(__name__)
 
 CACHE_KEYWORD = "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
 """Under what name this version of transformers hands a cache to `forward`."""
+_NO_POSITIONS = "positions and documents are those that attention_mask leaves of a row"
 
 
 class HedgeMambaMLP(nn.Module):
@@ -144,16 +145,19 @@ class HedgeMambaModel(HedgeMambaPreTrainedModel):
     ) -> HedgeMambaOutput | tuple:
         """input_ids [b, t] or inputs_embeds [b, t, d], the tokens that follow those in the cache.
 
-        attention_mask [b, tokens so far]: 0 for padding, on either side.  A cache is made where use_cache is true and none is given;
-        past_key_values is another name for it.  Where use_cache is false, a given cache is read and left as it is.  By default use_cache
-        is true for a given cache, else that of the config, and false in training.
+        attention_mask [b, tokens so far]: 0 for padding, wherever it stands.  A column of padding returns what the last real token before
+        it returns, or 0 where there is none.  A cache is made where use_cache is true and none is given; past_key_values is another name
+        for it.  Where use_cache is false, a given cache is read and left as it is.  By default use_cache is true for a given cache, else
+        that of the config, and false in training.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         hidden = self.embed_in(input_ids) if inputs_embeds is None else inputs_embeds
-        cache, keeps_cache = self._cache(past_key_values if cache is None else cache, use_cache)
         batch, seq_len = hidden.shape[:2]
-        packing = Packing.of(attention_mask, seq_len)
+        if seq_len == 0:
+            raise ValueError("there are no tokens: give one at least")
+        cache, keeps_cache = self._cache(past_key_values if cache is None else cache, use_cache, batch)
+        packing = Packing.of(attention_mask, batch, seq_len)
         lengths = None if packing is None else packing.lengths
         hidden = hidden if packing is None else packing.pack(hidden)
         positions = torch.arange(seq_len, device=hidden.device)
@@ -161,8 +165,8 @@ class HedgeMambaModel(HedgeMambaPreTrainedModel):
             positions = positions + cache.num_tokens.to(hidden.device).unsqueeze(1)
         rotary = rotary_angles(positions, self.config)
 
-        def restored(x: Tensor) -> Tensor:
-            return x if packing is None else packing.unpack(x)
+        def restored(x: Tensor, before: Tensor | None = None) -> Tensor:
+            return x if packing is None else packing.unpack(x, before)
 
         wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states = []
@@ -170,16 +174,16 @@ class HedgeMambaModel(HedgeMambaPreTrainedModel):
             if wants_states:
                 states.append(restored(hidden))
             hidden = layer(hidden, rotary, lengths, cache=cache)
+        hidden = restored(self.final_layer_norm(hidden), None if cache is None else cache.last_hidden)
         if cache is not None:
-            cache.advance(seq_len, torch.full((batch,), seq_len, device=hidden.device) if lengths is None else lengths)
-        hidden = restored(self.final_layer_norm(hidden))
+            cache.advance(hidden, torch.full((batch,), seq_len, device=hidden.device) if lengths is None else lengths)
         output = HedgeMambaOutput(hidden, cache if keeps_cache else None, (*states, hidden) if wants_states else None)
         return output.to_tuple() if return_dict is False else output
 
-    def _cache(self, given: HedgeMambaCache | None, use_cache: bool | None) -> tuple[HedgeMambaCache | None, bool]:
+    def _cache(self, given: HedgeMambaCache | None, use_cache: bool | None, batch: int) -> tuple[HedgeMambaCache | None, bool]:
         """The cache for the layers to read and write, and whether the caller is to have it."""
-        if given is not None and not isinstance(given, HedgeMambaCache):
-            raise ValueError(f"the cache is a HedgeMambaCache, not a {type(given).__name__}")
+        if given is not None:
+            _check_cache(given, self.config.num_hidden_layers, batch)
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():  # the backward would write it a second time
             if given is not None:
                 raise ValueError("gradient checkpointing cannot go on from a cache: give the whole text, or switch it off")
@@ -191,6 +195,16 @@ class HedgeMambaModel(HedgeMambaPreTrainedModel):
         if given is None:
             return HedgeMambaCache(self.config.num_hidden_layers) if use_cache else None, use_cache
         return given if use_cache else given.fork(), use_cache
+
+
+def _check_cache(cache: HedgeMambaCache, num_layers: int, batch: int) -> None:
+    """Raise ValueError unless it is one of such a model, and of as many rows."""
+    if not isinstance(cache, HedgeMambaCache):
+        raise ValueError(f"the cache is a HedgeMambaCache, not a {type(cache).__name__}")
+    if len(cache.states) != num_layers:
+        raise ValueError(f"the cache is one of {len(cache.states)} layers, the model has {num_layers}")
+    if cache.num_tokens is not None and len(cache.num_tokens) != batch:
+        raise ValueError(f"the cache has {len(cache.num_tokens)} rows, the input {batch}")
 
 
 class HedgeMambaForCausalLM(HedgeMambaPreTrainedModel, GenerationMixin):
@@ -226,33 +240,38 @@ class HedgeMambaForCausalLM(HedgeMambaPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         past_key_values: HedgeMambaCache | None = None,
         num_items_in_batch: Tensor | int | None = None,
         **kwargs,
     ) -> HedgeMambaCausalLMOutput | tuple:
         """As HedgeMambaModel's, and labels [b, t], equal to input_ids: token t + 1 is what position t is to predict, -100 counts nothing.
 
-        logits_to_keep: logits of so many last positions only (0: of all).
+        Of a row with padding the labels that count are those that count of the row alone.
+        logits_to_keep: logits of so many last positions only (0: of all), or of the positions in a tensor.
         num_items_in_batch: what the summed loss is divided by, where gradients of several batches are accumulated (transformers' Trainer
         counts their labels); by default the labels of this one.
         Raises TypeError for what other models may be asked for and this one does not do; None and False ask for nothing.
         """
         unknown = sorted(name for name, value in kwargs.items() if value is not None and value is not False)
         if unknown:
-            raise TypeError(f"{', '.join(unknown)}: not known here; positions and documents are those that attention_mask leaves of a row")
-        if labels is not None and logits_to_keep:
+            raise TypeError(f"{', '.join(unknown)}: not known here; {_NO_POSITIONS}, and there is no attention to put out")
+        keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
+        if labels is not None and not keeps_all:
             raise ValueError("the loss needs all logits: give either labels or logits_to_keep")
         output = self.gpt_neox(
             input_ids, attention_mask, inputs_embeds, cache, use_cache, output_hidden_states, past_key_values=past_key_values
         )
-        logits = self.embed_out(output.last_hidden_state[:, -logits_to_keep:])
-        loss = None if labels is None else next_token_loss(logits, labels, num_items_in_batch)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.embed_out(output.last_hidden_state[:, kept])
+        loss = None if labels is None else next_token_loss(logits, _labels_of_text(labels, attention_mask), num_items_in_batch)
         result = HedgeMambaCausalLMOutput(loss, logits, output.cache, output.hidden_states)
         return result.to_tuple() if return_dict is False else result
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *_, **__) -> None:
         """Called by `generate` before its first step: our cache, where it would put one of keys and values."""
+        if model_kwargs.get("position_ids") is not None:
+            raise ValueError(f"position_ids: not known here; {_NO_POSITIONS}")
         if generation_config.cache_implementation is not None:
             raise ValueError(
                 f"cache_implementation={generation_config.cache_implementation!r} is for attention; this model has a cache of its own"
@@ -265,7 +284,7 @@ class HedgeMambaForCausalLM(HedgeMambaPreTrainedModel, GenerationMixin):
             raise ValueError("use_cache=False reads the whole text for every token, and cannot go on from a cache")
 
     def prepare_inputs_for_generation(self, input_ids, inputs_embeds=None, **kwargs) -> dict:
-        """Without positions, which earlier versions of transformers hand over and `forward` counts itself."""
+        """Without positions, which some versions of transformers hand over and `forward` counts itself."""
         inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
         return {name: value for name, value in inputs.items() if name not in ("cache_position", "position_ids")}
 
@@ -282,11 +301,21 @@ class HedgeMambaForCausalLM(HedgeMambaPreTrainedModel, GenerationMixin):
         return model_kwargs
 
 
+def _labels_of_text(labels: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """labels [b, t], -100 at padding, and at the first real token of a row: what is before that has seen nothing of it."""
+    if attention_mask is None:
+        return labels
+    mask = attention_mask[:, -labels.shape[1] :].bool().to(labels.device)
+    return labels.masked_fill(~mask | (mask.cumsum(dim=1) == 1), IGNORE_INDEX)
+
+
 def next_token_loss(logits: Tensor, labels: Tensor, num_items: Tensor | int | None = None) -> Tensor:
     """Cross-entropy in nats, fp32 at least, of labels [b, t] one position later: their sum over num_items, or the mean.
 
     By default num_items is the number of labels that are not -100; 0 where there are none.
     """
+    if labels.shape != logits.shape[:2]:
+        raise ValueError(f"labels are {list(labels.shape)}, where the input is {list(logits.shape[:2])}")
     (logits,), targets = widen(logits[:, :-1]), labels[:, 1:].to(logits.device)
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
     count = (targets != IGNORE_INDEX).sum() if num_items is None else torch.as_tensor(num_items, device=losses.device)

@@ -102,10 +102,14 @@ class StoredModel:
             return {}
         return {"teacher": self.teacher} | ({} if revision is None else {"teacher_revision": revision})
 
+    @property
+    def tokenizer_digest(self) -> str | None:
+        """Identity of the tokenizer that the run had; None where nothing says."""
+        return entry(self.record, "data", "tokenizer_digest") or entry(self.run_record(), "data", "tokenizer_digest")
+
     def find_tokenizer(self) -> tuple[Any | None, str | None]:
         """The tokenizer and its digest; the digest alone, or two times None, where it cannot be had or is another (with a warning)."""
-        tokenizer, digest = self._tokenizer_of_origin()
-        recorded = (self.run_record() or self.record).get("data", {}).get("tokenizer_digest")
+        (tokenizer, digest), recorded = self._tokenizer_of_origin(), self.tokenizer_digest
         if tokenizer is not None and recorded not in (None, digest):
             found = f"{tokenizer.name_or_path} holds a tokenizer of digest {digest[:12]}"
             logger.warning("%s, the run's had %s: it has been replaced and is not used", found, recorded[:12])
@@ -118,8 +122,9 @@ class StoredModel:
             return find_tokenizer(self.run / "hf")
         if self.teacher is None:
             return None, None
+        revision = self.record["origin"]["teacher_revision"]
         try:
-            tokenizer = load_tokenizer(self.teacher, self.record["origin"]["teacher_revision"])
+            tokenizer = load_tokenizer(teacher_place(self.teacher, revision, self.run), revision)
         except InputError as error:
             logger.warning("the tokenizer of the run's teacher: %s", error)
             return None, None
@@ -136,6 +141,25 @@ def _check_names(config: ModelConfig, checkpoint: Checkpoint) -> None:
             f"checkpoint {checkpoint.path} does not hold the {len(wanted)} tensors that its record describes: "
             f"{len(missing)} missing ({few(missing)}), {len(unexpected)} unexpected ({few(unexpected)})"
         )
+
+
+def entry(record: Any, *names: str) -> Any:
+    """What is recorded under a name, or under a name below others; None where there is nothing, or something of another kind."""
+    for name in names:
+        record = record.get(name) if isinstance(record, dict) else None
+    return record
+
+
+def teacher_place(name: str, revision: str | None, student: Path) -> str:
+    """The teacher that the student in a folder names: a folder, or `name` as it is, for the hub.
+
+    Relative ones are those of the folder that the run, or its export, was started in: here, or one above the student.
+    """
+    given = Path(os.path.expanduser(name))
+    if revision is not None:  # which only the hub has
+        return name
+    places = [given, *(above / given for above in student.resolve().parents)]
+    return next((str(place) for place in places if os.path.isdir(place)), name)
 
 
 def find_tokenizer(folder: Path) -> tuple[Any | None, str | None]:

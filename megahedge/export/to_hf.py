@@ -15,13 +15,13 @@ from megahedge.data.meta import tokenizer_digest
 from megahedge.data.tokenizer import load_tokenizer
 from megahedge.export.code_files import code_files
 from megahedge.export.model_card import model_card
-from megahedge.export.source import StoredModel
+from megahedge.export.source import StoredModel, entry
 from megahedge.export.verify import Agreement, verify_folder
 from megahedge.models.families import FAMILIES
 from megahedge.models.hf_weights import TokenIds, save_pretrained
 from megahedge.utils.cli import positional
 from megahedge.utils.errors import InputError, check_known
-from megahedge.utils.files import atomic_write, disk_errors_explained, file_lock, fresh_folder
+from megahedge.utils.files import atomic_write, disk_errors_explained, file_lock, fresh_folder, os_errors_told, why_not_writable
 from megahedge.utils.precision import TORCH_DTYPES
 
 MODEL_TYPE, ARCHITECTURE = "hedge_mamba", "HedgeMambaForCausalLM"
@@ -53,6 +53,8 @@ class ExportOptions:
 
     def __post_init__(self):
         check_known("dtype", self.dtype, ("auto", *TORCH_DTYPES))
+        if not self.run.strip():
+            raise InputError("RUN is empty; name a run folder, or one of its checkpoints")
         if not self.out.strip():
             raise InputError("OUT is empty; name the folder to make")
 
@@ -78,15 +80,17 @@ def export(options: ExportOptions) -> Export:
 
     Raises InputError for inputs that a user can mend, RunError where what was written does not compute what the trainer computes.
     """
-    stored = StoredModel.open(options.run)
+    out = Path(os.path.expanduser(options.out))
+    _check_place(out, options.overwrite)
+    stored = StoredModel.open(os.path.expanduser(options.run))
     tokenizer = _tokenizer(stored, options.tokenizer)
     dtype = _run_dtype(stored) if options.dtype == "auto" else options.dtype
-    with disk_errors_explained(options.out), _folder_in_the_making(Path(options.out), options.overwrite) as folder:
-        _write(folder, stored, tokenizer, TORCH_DTYPES[dtype])
+    with disk_errors_explained(out), _folder_in_the_making(out, options.overwrite) as folder:
+        _write(folder, stored, tokenizer, dtype)
         agreement = verify_folder(folder, stored, TORCH_DTYPES[dtype]) if options.verify else None
         with atomic_write(folder / "README.md", "w") as handle:
-            handle.write(model_card(stored, Path(options.out).name, dtype, agreement))
-    return Export(Path(options.out), stored, dtype, agreement)
+            handle.write(model_card(stored, Path(os.path.abspath(out)).name, dtype, agreement))
+    return Export(out, stored, dtype, agreement)
 
 
 def _tokenizer(stored: StoredModel, given: str | None) -> Any:
@@ -96,7 +100,7 @@ def _tokenizer(stored: StoredModel, given: str | None) -> Any:
         if tokenizer is None:
             raise InputError(f"the tokenizer of {stored.checkpoint.path} is not to be found where the run had it; give --tokenizer")
     else:
-        tokenizer, recorded = load_tokenizer(given, option="tokenizer"), stored.record.get("data", {}).get("tokenizer_digest")
+        tokenizer, recorded = load_tokenizer(given, option="tokenizer"), stored.tokenizer_digest
     digest = tokenizer_digest(tokenizer)
     if recorded not in (None, digest):
         raise InputError(
@@ -108,52 +112,79 @@ def _tokenizer(stored: StoredModel, given: str | None) -> Any:
 
 def _run_dtype(stored: StoredModel) -> str:
     """The precision that the run computed in, or that a pretrained teacher is written in; fp32 where nothing says."""
-    options = stored.run_record().get("options", {})
-    return options.get("export_dtype") or options.get("dtype") or "fp32"
+    record = stored.run_record()
+    dtype = entry(record, "options", "export_dtype") or entry(record, "options", "dtype") or "fp32"
+    if dtype not in TORCH_DTYPES:
+        raise InputError(f"{stored.run / 'run.json'} names a precision that is not known, {dtype!r}; give --dtype")
+    return dtype
 
 
 @contextlib.contextmanager
 def _folder_in_the_making(out: Path, overwrite: bool) -> Iterator[Path]:
     """A fresh folder that takes the place of `out` if all goes well, and leaves what was there if not.  Raises InputError."""
-    out = out.absolute()
-    _check_place(out, overwrite)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    place = _behind_links(out)
+    place.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as held:
         try:
-            held.enter_context(file_lock(out.with_name(f".{out.name}.lock"), blocking=False, remove=True))
+            held.enter_context(file_lock(place.with_name(f".{place.name}.lock"), blocking=False, remove=True))
         except BlockingIOError:
             raise InputError(f"OUT={out} is being written by another process; wait for it, or name another folder") from None
-        folder = held.enter_context(fresh_folder(out))
+        folder = held.enter_context(fresh_folder(place))
         _check_place(out, overwrite)  # again: another process may have been here, or a killed one have left the old folder aside
         yield folder
 
 
+def _behind_links(out: Path) -> Path:
+    """The folder that is made or replaced: a link stays where it is, and leads to the new one."""
+    return Path(os.path.realpath(out))
+
+
 def _check_place(out: Path, overwrite: bool) -> None:
-    """Refuse to write over anything but an empty folder or, where that was asked for, a Hugging Face folder."""
-    if out.exists() and not out.is_dir():
+    """Refuse a place where no folder can be made, or what is there is neither an empty folder nor, where that was asked for, a model."""
+    place = _behind_links(out)
+    if os.path.lexists(place) and not os.path.isdir(place):
         raise InputError(f"OUT={out} is a file; name a folder")
-    entries = list(out.iterdir()) if out.exists() else []
+    if Path.cwd().is_relative_to(place):
+        raise InputError(f"OUT={out} is the folder that this command runs in, which cannot be replaced under it; name another folder")
+    if os.path.ismount(place):
+        raise InputError(f"OUT={out} is where a disk is mounted, which cannot be replaced; name a folder in it")
+    fault = why_not_writable(place.with_name(f".unfinished-{place.name}") / "config.json")
+    if fault:
+        raise InputError(f"OUT={out} cannot be written: {fault}; name another folder")
+    entries = list(place.iterdir()) if place.exists() else []
     if not entries:
         return
-    if (out / "config.json").is_file() and all(entry.is_file() for entry in entries):
+    if (place / "config.json").is_file() and all(path.is_file() for path in entries):
         if not overwrite:
             raise InputError(f"OUT={out} holds a model already; name another folder, or give --overwrite to replace it")
     else:
         raise InputError(f"OUT={out} is neither empty nor a Hugging Face folder, and is not replaced; name another folder")
 
 
-def _write(folder: Path, stored: StoredModel, tokenizer: Any, dtype: torch.dtype) -> None:
-    tensors = ((name, stored.read(name)) for name in stored.names)
+def _write(folder: Path, stored: StoredModel, tokenizer: Any, dtype: str) -> None:
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     ids = TokenIds(bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id, pad=pad)
-    save_pretrained(tensors, stored.config, folder, dtype, ids, hf_config=hf_config(stored.config) | _teacher(stored))
+    options = hf_config(stored.config) | _teacher(stored)
+    save_pretrained(_finite_tensors(stored, dtype), stored.config, folder, TORCH_DTYPES[dtype], ids, hf_config=options)
     if tokenizer.pad_token is None:  # else a batch of texts could not be padded
         tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.save_pretrained(folder)
+    with os_errors_told(folder):
+        tokenizer.save_pretrained(folder)
     if stored.config.mixer.kind != "softmax":
         for name, content in code_files().items():
             with atomic_write(folder / name, "w") as handle:
                 handle.write(content)
+
+
+def _finite_tensors(stored: StoredModel, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of each parameter.  Raises InputError at the first that holds what is no number, or would in `dtype`."""
+    for name in stored.names:
+        tensor = stored.read(name)
+        if not tensor.isfinite().all():
+            raise InputError(f"checkpoint {stored.checkpoint.path} holds NaN or infinity in {name}; export an earlier one")
+        if not tensor.to(TORCH_DTYPES[dtype]).isfinite().all():
+            raise InputError(f"--dtype={dtype} cannot hold {name}, whose values reach {tensor.abs().max():.3g}; use one of wider range")
+        yield name, tensor
 
 
 def _teacher(stored: StoredModel) -> dict[str, str]:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from megahedge.kernels.normaliser import DenominatorStats, normalise
 from megahedge.kernels.problem import Problem, ScanInputs, ScanState
-from megahedge.kernels.reference import advance, read
 from megahedge.kernels.registry import choose_backend
 
 STRUCTURES = ("none", "head", "state", "channel")
@@ -74,12 +73,16 @@ def scan_step(
     normalize: bool = True,
     step_axis: str | None = None,
     eps: float = EPS,
+    in_place: bool = False,
 ) -> tuple[Tensor, ScanState]:
     """Continue a scan by one token: C, B [b, h, n], V [b, h, p], step [b, h, 1 | n | p]; all else as in `scan`.
 
-    Returns y [b, h, p] in V.dtype and the new state; the given one (None at the start) is left as it is.
-    Raises ValueError if shapes do not fit.
+    in_place: move the given state on in its own memory, which a gradient could not follow; else it is left as it is.
+    Returns y [b, h, p] in V.dtype and the new state.
+    Raises ValueError if shapes do not fit, and for in_place where gradients are recorded.
     """
+    if in_place and torch.is_grad_enabled():
+        raise ValueError("in_place=True is for decoding: call it under torch.no_grad()")
     if B.shape != C.shape or C.dim() != 3 or V.shape[:-1] != C.shape[:-1]:
         raise ValueError(f"C and B are [b, h, n] and V [b, h, p], not {_shapes(C, B, V)}")
     with _no_autocast(C.device):
@@ -87,12 +90,29 @@ def scan_step(
         inputs = _prepare(*with_time, rate, normalize, state, None, step_axis)
         C, B, V32, step = (x.squeeze(1) for x in (inputs.C, inputs.B, inputs.V, inputs.step))
         keep = None if inputs.rate is None else torch.exp(-inputs.rate * step)
-        h = advance(inputs.numerator, keep, B, V32, step)
-        y, z = read(C, h), inputs.denominator
+        h, z = inputs.numerator, inputs.denominator
+        if not in_place:
+            h, z = h.clone(), None if z is None else z.clone()
+        y = _advance_and_read(C, h, keep, B, V32, step)
         if z is not None:
-            z = advance(z, keep, B, torch.ones_like(V32[..., : z.shape[-1]]), step)
-            y = normalise(y, read(C, z), eps)
+            y = normalise(y, _advance_and_read(C, z, keep, B, torch.ones_like(V32[..., : z.shape[-1]]), step), eps)
     return y.to(V.dtype), _packed_state(inputs.problem, h, z)
+
+
+def _advance_and_read(C: Tensor, state: Tensor, keep: Tensor | None, B: Tensor, V: Tensor, step: Tensor) -> Tensor:
+    """state = keep * state + step * (B outer V) in place, with C_t of it, [b, h, p].
+
+    state [b, h, n, p], keep = exp(-rate * step) [b, h, 1 | n, 1 | p] or None (= 1), C, B [b, h, n], V [b, h, p], step like keep.
+    """
+    if keep is not None:
+        state.mul_(keep)
+    rows, columns = B.unsqueeze(-1), V.unsqueeze(-2)
+    if step.shape[-1] == 1:
+        rows = rows * step
+    else:
+        columns = columns * step
+    state.addcmul_(rows, columns)
+    return (C.unsqueeze(-2) @ state).squeeze(-2)
 
 
 def _prepare(C, B, V, step, rate, normalize, initial_state, boundaries, step_axis) -> ScanInputs:

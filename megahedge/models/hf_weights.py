@@ -18,7 +18,7 @@ from megahedge.models.language_model import LanguageModel
 from megahedge.models.weight_files import CheckpointReader, few
 from megahedge.parallel.sharding import Index, load_parameters, named_specs
 from megahedge.utils.errors import InputError
-from megahedge.utils.files import apply_umask, fsync_path, read_json_object, run_hint, sha256_file, write_json
+from megahedge.utils.files import apply_umask, fsync_path, os_errors_told, read_json_object, run_hint, sha256_file, write_json
 from megahedge.utils.logging import get_logger
 
 __all__ = [
@@ -196,9 +196,11 @@ def _write_weights(tensors: Iterator[tuple[str, Tensor]], folder: Path, dtype: t
     parts: list[list[str]] = []
     total_bytes = 0
     for part in _batches(tensors, dtype, max_file_bytes):
-        save_file(part, folder / _part_name(len(parts)), metadata={"format": "pt"})
-        apply_umask(folder / _part_name(len(parts)))
-        fsync_path(folder / _part_name(len(parts)))
+        path = folder / _part_name(len(parts))
+        with os_errors_told(path):
+            save_file(part, path, metadata={"format": "pt"})
+        apply_umask(path)
+        fsync_path(path)
         parts.append(list(part))
         total_bytes += sum(tensor.nbytes for tensor in part.values())
     if len(parts) == 1:

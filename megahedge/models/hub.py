@@ -28,6 +28,11 @@ def resolve_pretrained(name_or_folder: str | os.PathLike, revision: str | None =
         raise InputError(f"{folder} is a file; a model is a folder with config.json and weights, or a name on the Hugging Face hub")
     try:
         return _download(str(name_or_folder), revision)
+    except huggingface_hub.utils.HFValidationError:
+        raise InputError(
+            f"'{name_or_folder}' is no local folder, and the Hugging Face hub has no names like it; "
+            "give a folder with config.json and weights, or a hub name such as EleutherAI/pythia-160m"
+        ) from None
     except Exception as error:  # the client lets errors of its HTTP library through, and that library changes with its versions
         raise InputError(_not_found(name_or_folder, revision, error)) from error
 

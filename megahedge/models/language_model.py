@@ -13,8 +13,8 @@ from megahedge.kernels import DenominatorStats
 from megahedge.models.block import Block
 from megahedge.models.context import SequenceContext
 from megahedge.models.norms import LayerNorm
+from megahedge.parallel.head_loss import Distillation, Losses, head_losses
 from megahedge.parallel.layers import VocabParallelEmbedding, VocabParallelHead
-from megahedge.parallel.loss import vocab_parallel_token_losses
 from megahedge.parallel.topology import TensorParallel
 
 SINGLE = TensorParallel()
@@ -50,7 +50,12 @@ class LanguageModel(nn.Module):
 
     def token_losses(self, tokens: Tensor, labels: Tensor, boundaries: Tensor | None = None) -> Tensor:
         """Cross-entropy of each label in nats, [b, t] fp32, the same on every TP rank; 0 where the label is −100."""
-        return vocab_parallel_token_losses(self(tokens, boundaries), labels, self.config.vocab_size, self.tensor_parallel)
+        return self.head_losses(self.hidden_states(tokens, boundaries), labels)[0]
+
+    def head_losses(self, hidden: Tensor, labels: Tensor, distillation: Distillation | None = None) -> Losses:
+        """From what `hidden_states` returns, without the logits of all tokens; see `megahedge.parallel.head_loss`."""
+        vocabulary = (self.config.vocab_size, self.tensor_parallel)
+        return self.lm_head(hidden, lambda hidden, weight: head_losses(hidden, weight, labels, *vocabulary, distillation))
 
     def hidden_states(self, tokens: Tensor, boundaries: Tensor | None = None, stats: DenominatorStats | None = None) -> Tensor:
         """What the head reads: the last block's output after the final norm, [b, t, hidden_size]."""

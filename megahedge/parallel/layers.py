@@ -2,6 +2,8 @@
 
 # b batch, t seq_len
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -87,6 +89,10 @@ class VocabParallelHead(nn.Module):
         self.tensor_parallel = tensor_parallel
         self.weight = declare_parameter((vocab_size, hidden_size), Init(std), tensor_parallel, shard_dim=0) if tied is None else tied
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """hidden [b, t, hidden_size], replicated → [b, t, ceil(vocab_size / tp_size)]."""
-        return F.linear(copy_to_tp(hidden, self.tensor_parallel), self.weight)
+    def forward(self, hidden: Tensor, measure: Callable | None = None):
+        """hidden [b, t, hidden_size], replicated → [b, t, ceil(vocab_size / tp_size)].
+
+        With `measure`, what that function makes of the hidden states and the weight, in place of all logits: here, because ZeRO-3
+        has the weight whole only while the module is called.
+        """
+        return (measure or F.linear)(copy_to_tp(hidden, self.tensor_parallel), self.weight)

@@ -44,10 +44,51 @@ class VocabRange:
         maximum = all_reduce(local_max, self.tensor_parallel, dist.ReduceOp.MAX)
         return all_reduce((wide - maximum.unsqueeze(-1)).exp_().sum(-1), self.tensor_parallel).log_().add_(maximum)
 
-    def locate(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def cross_entropy(self, wide: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each token in nats, 0 where the label is −100, and the logsumexp that the gradient needs; both like `labels`."""
+        logsumexp = self.logsumexp(wide)
+        ours, index = self._locate(labels)
+        if wide.shape[-1]:
+            target = wide.gather(-1, index.unsqueeze(-1)).squeeze(-1).masked_fill(~ours, 0)
+        else:
+            target = torch.zeros_like(logsumexp)
+        losses = logsumexp - all_reduce(target, self.tensor_parallel)
+        return losses.masked_fill(labels == IGNORE_INDEX, 0), logsumexp
+
+    def cross_entropy_gradient(self, wide: Tensor, labels: Tensor, logsumexp: Tensor, slope: Tensor) -> Tensor:
+        """slope · (softmax − one-hot), like `wide`; slope like `labels`."""
+        slope = slope.masked_fill(labels == IGNORE_INDEX, 0).unsqueeze(-1)
+        local = (wide - logsumexp.unsqueeze(-1)).exp_().mul_(slope)
+        ours, index = self._locate(labels)
+        if local.shape[-1]:
+            local.scatter_add_(-1, index.unsqueeze(-1), (-slope).masked_fill(~ours.unsqueeze(-1), 0))
+        return local
+
+    def divergence(self, teacher: Tensor, student: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """KL(teacher ‖ student) of each token in nats, and the logsumexps of both; all without the vocabulary's dimension."""
+        teacher_logsumexp, student_logsumexp = self.logsumexp(teacher), self.logsumexp(student)
+        terms = _kl_terms(teacher - teacher_logsumexp.unsqueeze(-1), student - student_logsumexp.unsqueeze(-1))
+        return all_reduce(terms.sum(-1), self.tensor_parallel), teacher_logsumexp, student_logsumexp
+
+    def _locate(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Whether each label is ours, and its local index (0 where it is not)."""
         ours = (labels >= self.first) & (labels < self.last)
         return ours, (labels - self.first).masked_fill(~ours, 0)
+
+
+def divergence_gradient(teacher: Tensor, student: Tensor, teacher_logsumexp: Tensor, student_logsumexp: Tensor, slope: Tensor) -> Tensor:
+    """slope · (student softmax − teacher softmax): the gradient of KL(teacher ‖ student) for the student's logits as they are given."""
+    local = (student - student_logsumexp.unsqueeze(-1)).exp_()
+    return local.sub_((teacher - teacher_logsumexp.unsqueeze(-1)).exp_()).mul_(slope.unsqueeze(-1))
+
+
+def pad_gradient(local: Tensor, logits: Tensor) -> Tensor:
+    """Gradient of the real logits as one of all local logits, padding 0, in their dtype."""
+    if local.shape == logits.shape:
+        return local.to(logits.dtype)
+    gradient = torch.zeros_like(logits)
+    gradient[..., : local.shape[-1]] = local
+    return gradient
 
 
 def vocab_parallel_token_losses(logits: Tensor, labels: Tensor, vocab_size: int, tensor_parallel: TensorParallel) -> Tensor:
@@ -79,15 +120,6 @@ def vocab_parallel_kl(
     return _TokenKL.apply(student_logits, teacher_logits, temperature, VocabRange.of(vocab_size, tensor_parallel))
 
 
-def _scatter_gradient(local: Tensor, logits: Tensor) -> Tensor:
-    """Gradient of the real logits as one of all local logits, padding 0, in their dtype."""
-    if local.shape == logits.shape:
-        return local.to(logits.dtype)
-    gradient = torch.zeros_like(logits)
-    gradient[..., : local.shape[-1]] = local
-    return gradient
-
-
 def _kl_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
     """q − p − p log(q / p): non-negative terms whose sum is KL(p ‖ q), because p and q sum to the same.
 
@@ -102,46 +134,29 @@ def _kl_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, labels, vocab):
-        wide = vocab.widen(logits)
-        logsumexp = vocab.logsumexp(wide)
-        ours, index = vocab.locate(labels)
-        if wide.shape[-1]:
-            target = wide.gather(-1, index.unsqueeze(-1)).squeeze(-1).masked_fill(~ours, 0)
-        else:
-            target = torch.zeros_like(logsumexp)
-        losses = logsumexp - all_reduce(target, vocab.tensor_parallel)
+        losses, logsumexp = vocab.cross_entropy(vocab.widen(logits), labels)
         ctx.save_for_backward(logits, labels, logsumexp)
         ctx.vocab = vocab
-        return losses.masked_fill(labels == IGNORE_INDEX, 0)
+        return losses
 
     @staticmethod
-    def backward(ctx, gradient):
-        """d loss / d logit = softmax − one-hot."""
+    def backward(ctx, slope):
         logits, labels, logsumexp = ctx.saved_tensors
-        gradient = gradient.masked_fill(labels == IGNORE_INDEX, 0).unsqueeze(-1)
-        local = (ctx.vocab.widen(logits) - logsumexp.unsqueeze(-1)).exp_().mul_(gradient)
-        ours, index = ctx.vocab.locate(labels)
-        if local.shape[-1]:
-            local.scatter_add_(-1, index.unsqueeze(-1), (-gradient).masked_fill(~ours.unsqueeze(-1), 0))
-        return _scatter_gradient(local, logits), None, None
+        return pad_gradient(ctx.vocab.cross_entropy_gradient(ctx.vocab.widen(logits), labels, logsumexp, slope), logits), None, None
 
 
 class _TokenKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, student_logits, teacher_logits, temperature, vocab):
-        student, teacher = vocab.widen(student_logits, temperature), vocab.widen(teacher_logits, temperature)
-        student_logsumexp, teacher_logsumexp = vocab.logsumexp(student), vocab.logsumexp(teacher)
-        teacher_log = teacher - teacher_logsumexp.unsqueeze(-1)
-        student_log = student - student_logsumexp.unsqueeze(-1)
-        ctx.save_for_backward(student_logits, teacher_logits, student_logsumexp, teacher_logsumexp)
+        teacher, student = vocab.widen(teacher_logits, temperature), vocab.widen(student_logits, temperature)
+        divergence, *logsumexps = vocab.divergence(teacher, student)
+        ctx.save_for_backward(student_logits, teacher_logits, *logsumexps)
         ctx.temperature, ctx.vocab = temperature, vocab
-        return all_reduce(_kl_terms(teacher_log, student_log).sum(-1), vocab.tensor_parallel)
+        return divergence
 
     @staticmethod
-    def backward(ctx, gradient):
-        """d KL / d student logit = (student softmax − teacher softmax) / temperature."""
-        student_logits, teacher_logits, student_logsumexp, teacher_logsumexp = ctx.saved_tensors
-        student = (ctx.vocab.widen(student_logits, ctx.temperature) - student_logsumexp.unsqueeze(-1)).exp_()
-        teacher = (ctx.vocab.widen(teacher_logits, ctx.temperature) - teacher_logsumexp.unsqueeze(-1)).exp_()
-        local = student.sub_(teacher).mul_(gradient.unsqueeze(-1) / ctx.temperature)
-        return _scatter_gradient(local, student_logits), None, None, None
+    def backward(ctx, slope):
+        student_logits, teacher_logits, *logsumexps = ctx.saved_tensors
+        teacher, student = (ctx.vocab.widen(logits, ctx.temperature) for logits in (teacher_logits, student_logits))
+        local = divergence_gradient(teacher, student, *logsumexps, slope / ctx.temperature)
+        return pad_gradient(local, student_logits), None, None, None

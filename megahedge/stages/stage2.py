@@ -15,11 +15,12 @@ from megahedge.config.mixer import MixerConfig
 from megahedge.config.model import ModelConfig
 from megahedge.config.options import Stage2Options
 from megahedge.kernels import DenominatorStats
-from megahedge.models.handover import MAX_PROBE_KL, Source, added_parameters, either_source, probe_divergence, stream_logits
+from megahedge.models.handover import MAX_PROBE_KL, Source, added_parameters, either_source, make_probe, probe_divergence
 from megahedge.models.hf_weights import PretrainedWeights, weights_digest
 from megahedge.models.language_model import LanguageModel
+from megahedge.parallel.head_loss import Distillation
 from megahedge.parallel.initialize import fresh_values
-from megahedge.parallel.loss import masked_mean, vocab_parallel_kl, vocab_parallel_token_losses
+from megahedge.parallel.loss import masked_mean
 from megahedge.parallel.sharding import load_parameters
 from megahedge.parallel.topology import TensorParallel
 from megahedge.stages.base import Plan, Stage, plan_run, run_stage
@@ -103,19 +104,15 @@ class Stage2(Stage):
 
     def loss(self, tokens: Tensor, labels: Tensor, boundaries: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """(1 − a) · cross-entropy + a · KL(teacher ‖ student), means over the tokens that are scored, in nats."""
-        student, options, stats = self.student, self.options, DenominatorStats()
-        logits = student(tokens, boundaries, stats)
-        vocabulary = (student.config.vocab_size, student.tensor_parallel)
+        options, stats = self.options, DenominatorStats()
+        hidden, distillation = self.student.hidden_states(tokens, boundaries, stats), None
+        if self.teacher is not None:
+            with torch.no_grad():
+                distillation = Distillation(self.teacher.hidden_states(tokens, boundaries), options.kd_alpha, options.kd_temperature)
         scored = labels != IGNORE_INDEX
-        loss = masked_mean(vocab_parallel_token_losses(logits, labels, *vocabulary), scored)
-        metrics = denominator_metrics(student.config, stats)
-        if self.teacher is None:
-            return loss, metrics
-        with torch.no_grad():
-            teacher_logits = self.teacher(tokens, boundaries)
-        divergence = masked_mean(vocab_parallel_kl(teacher_logits, logits, *vocabulary, options.kd_temperature), scored)
-        metrics |= {"cross_entropy": loss, "kl": divergence}
-        return (1 - options.kd_alpha) * loss + options.kd_alpha * divergence, metrics
+        loss, *parts = (None if x is None else masked_mean(x, scored) for x in self.student.head_losses(hidden, labels, distillation))
+        metrics = denominator_metrics(self.student.config, stats)
+        return loss, metrics if self.teacher is None else metrics | dict(zip(("cross_entropy", "kl"), parts, strict=True))
 
     def extras(self, plan: Plan) -> Extras:
         """The embeddings as the teacher's files hold them; stage 1 did not train them either."""
@@ -128,18 +125,17 @@ def _source(plan: Plan) -> Source:
 
 
 def _prove_handover(student: LanguageModel, plan: Plan, read: Callable[..., Tensor]) -> None:
-    """Compare the student, in fp32, with the probe of stage 1, or with the Hedgehog model where there was no stage 1.
+    """Compare the student with the probe of stage 1, or with the Hedgehog model where there was no stage 1.
 
     Raises RunError where they are not the same function.
     """
     if plan.source is not None:
-        probe = StoredGroup(plan.source, "probe")
-        tokens, logits = probe.read("tokens"), probe.read("logits")
+        stored = StoredGroup(plan.source, "probe")
+        probe = {name: stored.read(name) for name in ("tokens", "logits")}
     else:
         before = plan.model.with_mixer(plan.model.mixer.as_kind("hedgehog"))
-        tokens = probe_tokens(plan)
-        logits = stream_logits(before, read, tokens)
-    divergence = probe_divergence(student, tokens, logits)
+        probe = make_probe(before, probe_tokens(plan), read)
+    divergence = probe_divergence(student, **probe)
     if math.isnan(divergence):
         raise RunError(f"what the run starts from gives logits that are not finite: its weights hold NaN or infinity ({plan.weights})")
     if not divergence <= MAX_PROBE_KL:
@@ -151,7 +147,7 @@ def _prove_handover(student: LanguageModel, plan: Plan, read: Callable[..., Tens
         # a single rate off 0 shows too little on a short probe (KL 1e-9 and less)
         if getattr(parameter, "lower_bound", None) is not None and parameter.any():
             raise RunError(f"the hand-over is not exact: {name} starts at {parameter.max():.3g} instead of 0; no step was taken")
-    logger.info("hand-over proven: KL %.2g nats a token on a probe of %d tokens", divergence, tokens.numel())
+    logger.info("hand-over proven: KL %.2g nats a token on a probe of %d tokens", divergence, probe["tokens"].numel())
 
 
 # ---- planning ---------------------------------------------------------------------------------------------------------------------

@@ -153,7 +153,7 @@ def _is_sequence(hint) -> bool:
     return typing.get_origin(hint) in (tuple, list)
 
 
-class _NoCount(InputError, argparse.ArgumentTypeError):
+class _CountError(InputError, argparse.ArgumentTypeError):
     """The one kind of error whose text argparse shows; of any other ValueError it says that the value is invalid, and not why."""
 
 
@@ -169,7 +169,7 @@ class _CountType:
         try:
             return parse_count(text)
         except InputError as error:
-            raise _NoCount(error) from None
+            raise _CountError(error) from None
 
     def __repr__(self):
         return "count | null" if self.optional else "count"

@@ -1,6 +1,7 @@
 """The exceptions that a user is meant to read."""
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 
 
 class InputError(ValueError):
@@ -16,6 +17,15 @@ class RunError(RuntimeError):
 
     Printed as one line; exit status 1.
     """
+
+
+@contextlib.contextmanager
+def blamed_on(option: str) -> Iterator[None]:
+    """Put the option that gave it before the message of an InputError."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"--{option}: {error}") from error
 
 
 def check_known(option: str, value: str, known: Iterable[str]) -> None:

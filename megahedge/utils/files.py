@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -15,6 +16,7 @@ from pathlib import Path
 from megahedge.utils.errors import InputError, RunError
 
 _TEMPORARY = ".tmp"
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES)
 
 
@@ -71,14 +73,14 @@ def check_output(option: str, value: str, *paths: str | os.PathLike, overwrite: 
     if not value.strip():
         raise InputError(f"--{option}={value!r} is empty; say where to write")
     for path in map(Path, paths):
-        fault = _why_not_writable(path)
+        fault = why_not_writable(path)
         if fault:
             raise InputError(f"--{option}={value} cannot be written: {fault}; choose another place")
         if not overwrite and path.exists():
             raise InputError(f"{path} exists already; choose another --{option}, or give --overwrite to replace it")
 
 
-def _why_not_writable(path: Path) -> str | None:
+def why_not_writable(path: Path) -> str | None:
     """Why `atomic_write` would fail, found out in the nearest folder above that exists; None if it would not."""
     if os.path.isdir(path):
         return f"{path} is a folder"
@@ -107,6 +109,19 @@ def disk_errors_explained(path: str | os.PathLike):
         if error.errno not in _DISK_ERRORS:
             raise
         raise RunError(f"cannot write {os.fspath(path)}: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def os_errors_told(path: str | os.PathLike):
+    """While safetensors or tokenizers write `path`: their exceptions for a disk that is full or fails, no OSErrors, become what they are."""
+    try:
+        yield
+    except Exception as error:
+        found = None if isinstance(error, OSError) else _OS_ERROR.search(str(error))
+        if found is None:
+            raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number), os.fspath(path)) from error
 
 
 @contextlib.contextmanager

@@ -103,7 +103,7 @@ def decoder(options: BenchDecodeOptions, model: nn.Module, context: int) -> tupl
         for _ in range(options.new_tokens):
             model(token, past_key_values=cache, use_cache=True)
         if isinstance(cache, DynamicCache):
-            cache.crop(context)
+            cache.crop(-options.new_tokens)
 
     return work, held
 

@@ -150,9 +150,8 @@ def main() -> None:
         if options.memory:
             row.append(f"{peak_bytes(functools.partial(work_of, options, name)) / 2**20:.0f}")
         rows.append(row)
-    print(
-        f"{machine()}; {options.num_layers} layers of {options.hidden_size}, {options.num_heads} heads, b {options.batch}, t {options.seq_len}, fp32"
-    )
+    shape = f"{options.num_layers} layers of {options.hidden_size}, {options.num_heads} heads, vocabulary {options.vocab_size}"
+    print(f"{machine()}; {shape}, b {options.batch}, t {options.seq_len}, fp32")
     print("Loss and gradients without the update.  Memory: at the peak, beyond weights and gradients.")
     print_table(["step", "ms", "× forward", "× training", *(["MiB"] if options.memory else [])], rows)
 

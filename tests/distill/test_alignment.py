@@ -1,12 +1,14 @@
 """Stage 1 compares each layer of the student with the teacher's, and trains the feature maps alone."""
 
 import itertools
+import weakref
 
 import pytest
 import torch
 
 from megahedge.config.mixer import MixerConfig
 from megahedge.config.options import Stage1Options
+from megahedge.distill import alignment
 from megahedge.distill.alignment import layer_losses
 from megahedge.distill.losses import LOSSES
 from megahedge.kernels import DenominatorStats
@@ -185,3 +187,53 @@ def test_packed_documents_are_compared_as_if_each_stood_alone(inputs, targets, p
     expected = (alone * torch.tensor(lengths).unsqueeze(1)).sum(0) / sum(lengths)
     torch.testing.assert_close(packed, expected, rtol=1e-10, atol=0)
     assert (layer_losses(student, tokens, inputs, targets, "cosine") - packed).abs().min() > 1e-6
+
+
+class Saved:
+    """A tensor that a graph has saved."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+
+
+@pytest.mark.parametrize(("targets", "parallel"), itertools.product(TARGETS, BOTH))
+def test_teacher_fed_layers_keep_no_graph(targets, parallel):
+    """Of all that was saved for gradients, what is left before the backward is a layer's gradients."""
+    kept = {}
+    for inputs in INPUTS:
+        alive = weakref.WeakSet()
+
+        def pack(tensor, alive=alive):
+            saved = Saved(tensor)
+            alive.add(saved)
+            return saved
+
+        student = student_of(parallel)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+            losses = layer_losses(student, TOKENS, inputs, targets, "cosine")
+        kept[inputs] = sum(saved.tensor.numel() for saved in alive)
+        losses.sum().backward()
+    trained = sum(parameter.numel() for parameter in student.parameters() if parameter.requires_grad)
+    assert kept["teacher"] == trained
+    assert kept["student"] > 10 * trained
+
+
+@pytest.mark.parametrize("parallel", BOTH)
+def test_gradients_made_within_autocast_are_not_rounded_by_it(parallel):
+    """As ZeRO stage 0 runs bf16; feature maps and losses are fp32 in it, and so are their gradients."""
+    gradients = {}
+    for inputs in ("teacher", "plain"):
+        student = student_of(parallel).float()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses = layer_losses(student, TOKENS, "teacher", "block", "cosine") if inputs == "teacher" else losses_later(student)
+        losses.sum().backward()
+        gradients[inputs] = gradients_of(student)
+    for name, expected in gradients["plain"].items():
+        torch.testing.assert_close(gradients["teacher"][name], expected, rtol=1e-5, atol=1e-7)
+
+
+def losses_later(student: LanguageModel) -> torch.Tensor:
+    """The same with one backward for all layers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(alignment, "_with_gradients_of_its_own", lambda loss, block: loss)
+        return layer_losses(student, TOKENS, "teacher", "block", "cosine")

@@ -276,4 +276,4 @@ def test_script_prints_a_table_and_writes_json(paths, tmp_path):
 def test_script_ends_bad_input_with_one_line_and_status_2(paths):
     done = run_script("--model", "no/such/model", "--data_path", paths["data"])
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: 'no/such/model'") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: --model: 'no/such/model'") and done.stderr.count("\n") == 1

@@ -2,7 +2,9 @@
 
 import importlib
 import io
+import json
 import logging
+import shutil
 import sys
 from pathlib import Path
 
@@ -96,17 +98,19 @@ def test_a_student_is_compared_with_the_teacher_that_it_names(students, kind, mo
     assert texts[0] != texts[1] and all(texts)
 
 
-def test_a_teacher_that_has_gone_is_told(students, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=r"the teacher of --model=.*hf: .*teacher/hf.* give --teacher"):
-        list(writers(options(model=students["hf"], compare_teacher=True)))
+def test_a_teacher_that_has_gone_is_told(students, tmp_path):
+    student = shutil.copytree(students["hf"], tmp_path / "hf")
+    config = json.loads((student / "config.json").read_text())
+    (student / "config.json").write_text(json.dumps(config | {"teacher": str(tmp_path / "gone")}))
+    with pytest.raises(InputError, match=r"the teacher of --model=.*hf: .*gone.* give --teacher"):
+        list(writers(options(model=str(student), compare_teacher=True)))
 
 
 def test_who_has_no_tokenizer_is_named(students, tmp_path):
     """The teacher, where it is the teacher."""
     for file in ("config.json", "model.safetensors"):
         (tmp_path / file).write_bytes((Path(students["teacher"]) / file).read_bytes())
-    with pytest.raises(InputError, match=f"^{tmp_path} has no tokenizer with it"):
+    with pytest.raises(InputError, match=f"^--teacher: {tmp_path} has no tokenizer with it"):
         list(writers(options(model=students["hf"], teacher=str(tmp_path))))
 
 

@@ -273,15 +273,19 @@ def test_offline_ends_with_the_tasks(paths):
         pytest.param({"tasks": ("mmlu_stem",)}, "mmlu_stem is a group", marks=pytest.mark.slow),  # so does this
         pytest.param({"tasks": ("ai2_arc",), "offline_data": "{own}"}, "no arc_challenge.jsonl", marks=pytest.mark.slow),  # and this
         ({"tasks": ("piqa",), "offline_data": "{root}/none"}, "--offline_data=.*none is no folder"),
-        ({"tasks": ("piqa",), "offline_data": "{root}/bad"}, "the rows of .*piqa.jsonl do not fit task piqa"),
-        ({"tasks": ("boolq",), "offline_data": "{root}/bad"}, "the rows of .*boolq.jsonl do not fit task boolq"),
+        (
+            {"tasks": ("piqa",), "offline_data": "{root}/bad"},
+            r"--offline_data: .*piqa.jsonl:1 \(task piqa\) cannot be used: sol2 is missing",
+        ),
         ({"tasks": ("race",), "offline_data": "{root}/bad"}, "race_a.jsonl and race_b.jsonl are several"),
-        ({"tasks": ("piqa",), "model": "{mute}"}, "mute.* has no tokenizer with it"),
-        ({"tasks": ("piqa",), "teacher": "no/such/model"}, "no/such/model"),
+        ({"tasks": ("piqa",), "model": "{mute}"}, "^--model: .*mute.* has no tokenizer with it"),
+        ({"tasks": ("piqa",), "teacher": "{mute}"}, "^--teacher: .*mute.* has no tokenizer with it"),
+        ({"tasks": ("piqa",), "teacher": "no/such/model"}, "^--teacher: 'no/such/model'"),
+        ({"tasks": ("piqa",), "num_fewshot": 5}, "--num_fewshot=5: task piqa has 4 rows for worked examples"),
         ({"include_path": "{root}/none"}, "--include_path=.*none is no folder"),
         ({"limit": 0}, "--limit=0 must be at least 1"),
         ({"num_fewshot": -1}, "--num_fewshot=-1"),
-        ({"bootstrap_iters": 0}, "--bootstrap_iters=0"),
+        ({"bootstrap_iters": 1}, "--bootstrap_iters=1 must be at least 2"),
         ({"tasks": ()}, "--offline_data=.* says how to run tasks; name some with --tasks"),
         ({"tasks": (), "offline_data": None, "limit": 5}, "--limit=5 says how to run tasks"),
         ({"context_probe": True}, "--context_probe .* --data_path"),
@@ -291,7 +295,6 @@ def test_bad_input_is_one_line(paths, changes, message):
     bad = Path(paths["root"]) / "bad"
     bad.mkdir(exist_ok=True)
     (bad / "piqa.jsonl").write_text('{"goal": "x", "sol1": "a"}\n')
-    (bad / "boolq.jsonl").write_text("{not json\n")
     (bad / "race_a.jsonl").write_text("{}\n")
     (bad / "race_b.jsonl").write_text("{}\n")
     changes = {name: value.format(**paths) if isinstance(value, str) else value for name, value in changes.items()}

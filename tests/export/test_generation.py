@@ -75,7 +75,7 @@ def test_no_token_that_is_written_waits_for_a_look_at_the_mask(monkeypatch):
     """Whether a mask leaves anything out is known on the device alone: it is asked once, of the prompt."""
     model, masks = as_transformers(student(MIXERS["tuned"])), []
     of = Packing.of
-    monkeypatch.setattr(Packing, "of", lambda mask, seq_len: masks.append(mask) or of(mask, seq_len))
+    monkeypatch.setattr(Packing, "of", lambda mask, *shape: masks.append(mask) or of(mask, *shape))
     tokens, mask = left_padded([tokens_of(9)[0], tokens_of(4)[0]])
     for options in ({}, {"num_beams": 2}):
         masks.clear()
@@ -105,7 +105,7 @@ def test_the_cache_does_not_grow(model):
         cache = model(tokens_of(length)).cache
         tensors = [tail for tail in cache.conv_tails if tail is not None]
         tensors += [tensor for state in cache.states for tensor in (state.numerator, state.denominator)]
-        return sum(tensor.nbytes for tensor in tensors)
+        return sum(tensor.untyped_storage().nbytes() for tensor in (*tensors, cache.last_hidden))
 
     assert size(1) == size(200) > 0
 
@@ -141,6 +141,38 @@ def test_padding_on_the_right_or_in_the_middle_is_left_out(model):
         torch.testing.assert_close(output.logits[:, places], expected[:, :9], **CLOSE)
         after = model(following, cache=output.cache, attention_mask=torch.cat((mask, mask.new_ones(1, 1)), dim=1))
         torch.testing.assert_close(after.logits, expected[:, 9:], **CLOSE)
+
+
+PADDED = {"left": [0] * 7 + [1] * 5, "right": [1] * 5 + [0] * 7, "holes": [0, 1, 1, 0, 0, 0, 1, 0, 1, 0, 1, 0]}
+"""Masks of 12 columns of which 5 are real."""
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padding", PADDED)
+def test_no_column_sees_a_later_token(padding, loaded):
+    """One of padding neither, as one of a causal model with attention."""
+    model, mask, tokens = loaded["tuned"], torch.tensor([PADDED[padding]]), tokens_of(12)
+    logits = model(tokens, attention_mask=mask).logits
+    for column in mask[0].nonzero().flatten().tolist():
+        changed = tokens.clone()
+        changed[0, column] = (tokens[0, column] + 1) % 50
+        found = model(changed, attention_mask=mask).logits
+        torch.testing.assert_close(found[:, :column], logits[:, :column], **CLOSE)
+        assert (found[:, column] - logits[:, column]).abs().max() > 0.1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["stage1-paper", "paper"])
+def test_text_goes_on_after_the_last_real_token(name, loaded):
+    """Wherever the padding is, and whether the prompt is read at once or in chunks of which some are padding alone."""
+    model = loaded[name]
+    rows = [tokens_of(5, seed=seed)[0] for seed in range(len(PADDED))]
+    mask = torch.tensor(list(PADDED.values()))
+    batch = tokens_of(12, batch=len(rows), seed=9)
+    batch[mask.bool()] = torch.cat(rows)
+    alone = torch.cat([generate(model, row[None])[:, 5:] for row in rows])
+    for options in ({}, {"prefill_chunk_size": 3}, {"use_cache": False}):
+        assert torch.equal(generate(model, batch, attention_mask=mask, **options)[:, 12:], alone)
 
 
 @torch.no_grad()
@@ -194,10 +226,14 @@ def test_hidden_states_and_tuples_on_request(loaded):
     output = model(tokens, attention_mask=mask, output_hidden_states=True)
     assert [state.shape for state in output.hidden_states] == [(2, 9, 64)] * 3
     torch.testing.assert_close(model.embed_out(output.hidden_states[-1]), output.logits)
-    torch.testing.assert_close(output.hidden_states[0], model.get_input_embeddings()(tokens))
+    real = mask.bool()
+    torch.testing.assert_close(output.hidden_states[0][real], model.get_input_embeddings()(tokens)[real])
+    assert not any(state[~real].any() for state in output.hidden_states)  # all of it stands before the first real token
     assert torch.equal(model(tokens, attention_mask=mask, return_dict=False)[0], output.logits)
     kept = model(tokens, attention_mask=mask, logits_to_keep=1).logits
     torch.testing.assert_close(kept, output.logits[:, -1:])
+    kept = model(tokens, attention_mask=mask, logits_to_keep=torch.tensor([2, 7])).logits
+    torch.testing.assert_close(kept, output.logits[:, [2, 7]])
 
 
 def test_what_it_cannot_do_is_said(loaded):
@@ -211,7 +247,23 @@ def test_what_it_cannot_do_is_said(loaded):
         generate(model, tokens, cache=model(tokens[:, :2]).cache, use_cache=False)
     with pytest.raises(TypeError, match="position_ids: not known here"):
         model(tokens, position_ids=tokens, output_attentions=False)
+    with pytest.raises(ValueError, match="position_ids: not known here"):
+        generate(model, tokens, position_ids=tokens)
+    with pytest.raises(TypeError, match="there is no attention"):
+        model(tokens, output_attentions=True)
+    with pytest.raises(ValueError, match="one of 1 layers, the model has 2"):
+        model(tokens, cache=type(model(tokens).cache)(1))
+    with pytest.raises(ValueError, match="the cache has 1 rows, the input 2"):
+        model(tokens_of(4, batch=2), cache=model(tokens).cache)
+    with pytest.raises(ValueError, match="there are no tokens"):
+        model(tokens[:, :0])
+    with pytest.raises(ValueError, match=r"labels are \[1, 1\], where the input is \[1, 4\]"):
+        model(tokens, labels=tokens[:, :1])
+    with pytest.raises(ValueError, match="either labels or logits_to_keep"):
+        model(tokens, labels=tokens, logits_to_keep=torch.tensor([0]))
     with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
         model()
     with pytest.raises(ValueError, match="attention_mask is"):
         model(tokens, attention_mask=torch.ones(1, 3))
+    with pytest.raises(ValueError, match=r"2 rows and at least 4 columns, not \[1, 4\]"):
+        model(tokens_of(4, batch=2), attention_mask=torch.tensor([[1, 0, 1, 1]]))

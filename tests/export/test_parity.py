@@ -61,6 +61,35 @@ def test_loss_and_every_gradient_are_the_trainers(name):
         torch.testing.assert_close(grad, parameter.grad, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
 
 
+PLACES = {"left": ([7, 8, 9, 10, 11], range(3, 12)), "right": (range(5), range(9)), "holes": ([1, 2, 6, 8, 11], [0, *range(2, 9), 10])}
+"""Columns, of 12, of rows of 5 and 9 tokens."""
+
+
+@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("padding", PLACES)
+def test_a_padded_batch_trains_as_its_rows_alone(padding, name):
+    """Each token is to be predicted by the real one before it, whatever is between, and the first of a row by none."""
+    exported = as_transformers(student(MIXERS[name]).double()).train()
+    rows = [tokens_of(length, seed=length) for length in (5, 9)]
+    batch, mask = tokens_of(12, batch=2, seed=9), torch.zeros(2, 12, dtype=torch.int64)
+    for index, (row, places) in enumerate(zip(rows, PLACES[padding], strict=True)):
+        batch[index, list(places)], mask[index, list(places)] = row[0], 1
+    expected = sum(exported(row, labels=row, num_items_in_batch=4 + 8).loss for row in rows)
+    expected.backward()
+    wanted = {name: parameter.grad.clone() for name, parameter in exported.named_parameters()}
+    exported.zero_grad()
+    embeddings = exported.get_input_embeddings()(batch)
+    embeddings.retain_grad()
+    loss = exported(inputs_embeds=embeddings, attention_mask=mask, labels=batch).loss
+    loss.backward()
+    torch.testing.assert_close(loss, expected, **EXACT)
+    for name, parameter in exported.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[name], **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+    real = mask.bool()
+    assert embeddings.grad[real].any(dim=1).sum() == 12  # all real ones but the last of a row, which has nothing to predict
+    assert not embeddings.grad[~real].any()
+
+
 def test_a_loss_without_labels_to_score_is_0():
     exported = as_transformers(student(MIXERS["tuned"]))
     tokens = tokens_of(5)

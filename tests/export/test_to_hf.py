@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import os
+import resource
 import runpy
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ from megahedge.config.mixer import MixerConfig
 from megahedge.data.meta import tokenizer_digest
 from megahedge.evaluation.models import open_model, teacher_of
 from megahedge.export import code_files, source, to_hf, verify
+from megahedge.export.model_card import model_card
 from megahedge.export.scan_backends import BACKENDS, choose_backend
 from megahedge.export.to_hf import ExportOptions, build_hf_model, export
 from megahedge.kernels import registry
@@ -126,6 +128,65 @@ def test_the_card_says_what_the_run_recorded_and_no_more(root, tmp_path):
     assert "perplexity" not in (export_of(tmp_path, tmp_path, "run", overwrite=True, verify=False).folder / "README.md").read_text()
 
 
+def with_damaged(*records):
+    """Writers of a run folder's records that no run writes."""
+
+    def damage(run):
+        for name, content in records:
+            (run / name).write_bytes(content)
+
+    return damage
+
+
+EVALUATION = b'{"kind": "eval", "step": 7, "perplexity": 17.0, "loss": 2.0, "tokens": 8000}\n'
+DAMAGES = {
+    "no data": with_damaged(("run.json", b'{"data": [], "options": [], "code": "main"}')),
+    "a rate in words": with_damaged(("run.json", b'{"options": {"lr": "small"}}')),
+    "not UTF-8": with_damaged(("metrics.jsonl", EVALUATION + b"\xff\xfe\n")),
+    "a broken line": with_damaged(("metrics.jsonl", b'{"kind": "eval", {"step": 7}\n' + EVALUATION)),
+    "an evaluation of nothing": with_damaged(("metrics.jsonl", b'{"kind": "eval", "step": 7}\n')),
+    "a folder": lambda run: (run / "metrics.jsonl").mkdir(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_record_costs_a_row_of_the_card_and_not_the_export(damage, root, tmp_path, caplog):
+    run = write_run(tmp_path / "run", student(MIXERS["tuned"], num_layers=1), root / "teacher")
+    DAMAGES[damage](run)
+    stored = source.StoredModel.open(run)
+    assert stored.find_tokenizer()[0] is not None and to_hf._run_dtype(stored) == "fp32"
+    with caplog.at_level(logging.WARNING, logger="megahedge"):
+        card = model_card(stored, "out", "fp32", None)
+    assert "| weights | fp32 |" in card and "perplexity" not in card and "small" not in card
+    assert ("leaves a row out" in caplog.text) == (damage != "a folder")
+
+
+def test_a_precision_that_is_not_known_is_asked_for(root, tmp_path):
+    run = write_run(tmp_path / "run", student(MIXERS["tuned"], num_layers=1), root / "teacher", dtype="int4")
+    with pytest.raises(InputError, match=r"run.json names a precision that is not known, 'int4'; give --dtype"):
+        export_of(tmp_path, tmp_path, "run")
+    assert export(ExportOptions(run=str(run), out=str(tmp_path / "out"), dtype="fp32", verify=False)).dtype == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "said"),
+    [
+        (1e6, "fp16", r"--dtype=fp16 cannot hold embedding.weight, whose values reach 1e\+06"),
+        (float("nan"), "auto", r"step-00000007 holds NaN or infinity in embedding.weight"),
+        (float("-inf"), "bf16", r"step-00000007 holds NaN or infinity in embedding.weight"),
+    ],
+)
+def test_what_is_no_number_in_the_precision_asked_for_is_refused(value, dtype, said, root, tmp_path):
+    """Of one token that no prompt of the verification may hold."""
+    model = student(MIXERS["tuned"], num_layers=1)
+    with torch.no_grad():
+        model.embedding.weight[100, 3] = value
+    write_run(tmp_path / "run", model, root / "teacher")
+    with pytest.raises(InputError, match=said):
+        export_of(tmp_path, tmp_path, "run", dtype=dtype)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
 TEACHERS = {
     "a folder elsewhere": ("{elsewhere}/teacher", None, None, "teacher", None),
     "a folder from here on": ("teacher", None, "./teacher", "teacher", None),
@@ -158,13 +219,20 @@ def _record_with_teacher(given, revision, root, here, config, _):
     return RECORD_OF(config, None) | {"origin": {"teacher": given.format(elsewhere=root, here=here), "teacher_revision": revision}}
 
 
-def test_an_export_finds_a_teacher_below_the_working_directory(root, tmp_path, monkeypatch):
-    monkeypatch.chdir(root)
-    folder = export_of(root, tmp_path, verify=False).folder
-    assert teacher_of(folder).resolve() == (root / "teacher").resolve()
+def test_a_teacher_is_found_from_where_the_student_was_made_or_lies(root, tmp_path, monkeypatch):
+    """The name is one as seen from a folder above the student, or from here."""
+    project = tmp_path / "project"
+    shutil.copytree(root / "teacher", project / "models" / "teacher")
+    monkeypatch.chdir(project)
+    monkeypatch.setattr(export_small, "record_of", functools.partial(_record_with_teacher, "models/teacher", None, root, project))
+    run = write_run(project / "runs" / "tuned", student(MIXERS["tuned"], num_layers=1), None)
+    folders = [export(ExportOptions(run=str(run), out=str(out), verify=False)).folder for out in (run / "hf2", tmp_path / "out")]
+    assert all(teacher_of(student).samefile("models/teacher") for student in (run, *folders))
     monkeypatch.chdir(tmp_path)
+    assert all(teacher_of(student).samefile("project/models/teacher") for student in (run, folders[0]))
+    assert source.StoredModel.open(run).find_tokenizer()[0] is not None
     with pytest.raises(InputError, match="give --teacher"):
-        teacher_of(folder)
+        teacher_of(folders[1])
 
 
 @pytest.mark.parametrize(("dtype", "stored"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("auto", torch.bfloat16)])
@@ -260,6 +328,41 @@ def test_an_export_scores_as_its_run(implementation, root, folders):
         assert (exported.source.kind, exported.vocab_size, exported.max_seq_len) == ("hedge_mamba", VOCAB_SIZE, run.max_seq_len)
         assert exported.source.loaded == run.source.loaded
         assert exported.tokenizer_digest == run.tokenizer_digest
+
+
+def _cut_off(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def _with_config(**changes):
+    def change(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+BROKEN_FOLDERS = {
+    "weights cut off": (_cut_off, "transformers cannot load .*out: .*"),
+    "another width": (
+        _with_config(intermediate_size=100),
+        r"holds 6 tensors in another shape .*: .*dense_4h_to_h.weight is \[64, 96\], not",
+    ),
+    "more layers": (_with_config(num_hidden_layers=3), r"lacks \d+ tensors that its config.json asks for: gpt_neox.layers.2"),
+    "no number of heads": (_with_config(num_attention_heads=0), "transformers cannot load"),
+    "a size in words": (_with_config(hidden_size="wide"), "transformers cannot load"),
+}
+
+
+@pytest.mark.parametrize("implementation", ["megahedge", "transformers"])
+@pytest.mark.parametrize("fault", BROKEN_FOLDERS)
+def test_a_folder_that_does_not_load_is_one_line(fault, implementation, folders, tmp_path):
+    damage, said = BROKEN_FOLDERS[fault]
+    damage(shutil.copytree(folders["tuned"], tmp_path / "out"))
+    with pytest.raises(InputError, match=said) as caught:
+        open_model(tmp_path / "out", implementation)
+    assert "\n" not in str(caught.value)
 
 
 def test_code_of_another_version_in_a_folder_is_told(folders, tmp_path, caplog):
@@ -410,6 +513,73 @@ def test_only_a_hugging_face_folder_is_replaced_and_only_when_asked(root, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def _a_file(here):
+    (here / "file").write_text("")
+    return "{here}/file/out"
+
+
+def _the_working_directory(here):
+    (here / "cwd").mkdir()
+    os.chdir(here / "cwd")
+    return "."
+
+
+PLACES = {
+    "below a file": (_a_file, r"file is not a folder"),
+    "a long name": (lambda here: "{here}/" + "x" * 250, "File name too long"),
+    "a longer name": (lambda here: "{here}/" + "x" * 300, "File name too long"),
+    "where nobody can write": (lambda here: "/proc/out", "no such file can be made in /proc"),
+    "here": (_the_working_directory, "OUT=. is the folder that this command runs in"),
+    "a disk": (lambda here: "/proc", "OUT=/proc is where a disk is mounted"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_place_where_no_folder_can_be_made_is_refused_before_the_work(place, root, tmp_path, monkeypatch):
+    make, said = PLACES[place]
+    monkeypatch.chdir(tmp_path)
+    out = make(tmp_path).format(here=tmp_path)
+    monkeypatch.setattr(source.StoredModel, "open", None)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(InputError, match=said):
+        export_of(root, tmp_path, out=out)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_stays_and_leads_to_the_new_folder(there, root, tmp_path):
+    link, target = tmp_path / "link", tmp_path / "disk" / "out"
+    link.symlink_to(target)
+    if there:
+        target.mkdir(parents=True)
+    assert export_of(root, tmp_path, out=str(link), verify=False).folder == link
+    assert link.is_symlink() and (target / "config.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link"] and [*target.parent.iterdir()] == [target]
+
+
+def test_a_tilde_is_the_home_folder(root, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shutil.copytree(root / "tuned", tmp_path / "run")
+    export(ExportOptions(run="~/run", out="~/out", verify=False))
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("too_large", ["weights", "tokenizer"])
+def test_a_full_disk_is_one_line_and_leaves_nothing(too_large, root, tmp_path, monkeypatch):
+    """No file may be larger than 1000 bytes; the libraries that write the largest ones have exceptions of their own for that."""
+    write_run(tmp_path / "run", student(MIXERS["tuned"], num_layers=1), root / "teacher")
+    if too_large == "tokenizer":
+        monkeypatch.setattr(to_hf, "save_pretrained", lambda *arguments, **keywords: None)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(RunError, match=r"^cannot write .*/out: File too large$"):
+            export_of(tmp_path, tmp_path, "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
 def test_a_failure_leaves_the_folder_that_was_there(root, tmp_path, monkeypatch):
     export_of(root, tmp_path, verify=False)
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
@@ -476,6 +646,7 @@ def test_script_takes_a_checkpoint_and_says_what_it_has_done(root, tmp_path, mon
         (["{root}/tuned", "{out}", "--dtype", "fp8"], "--dtype=fp8"),
         (["{root}/tuned", "{out}", "more"], "more"),
         (["{root}/tuned", " "], "OUT is empty"),
+        (["", "{out}"], "RUN is empty"),
     ],
 )
 def test_bad_input_is_one_line(arguments, said, root, tmp_path):

@@ -113,6 +113,23 @@ def test_scan_step_continues_a_scan(case, normalize):
     assert (after.denominator is None) == (not normalize)
 
 
+@pytest.mark.parametrize("case", GRID, ids=case_id)
+def test_scan_step_may_move_a_state_on_in_its_own_memory(case):
+    tensors = arguments(case, torch.float64)
+    with torch.no_grad():
+        _, state = scan(**part(tensors, 0, 65))
+        expected, after = scan_step(**token(tensors, 65), state=state)
+        y, moved = scan_step(**token(tensors, 65), state=state, in_place=True)
+    assert torch.equal(y, expected)
+    for found, given, wanted in (
+        (moved.numerator, state.numerator, after.numerator),
+        (moved.denominator, state.denominator, after.denominator),
+    ):
+        assert found.data_ptr() == given.data_ptr() and torch.equal(given, wanted)
+    with pytest.raises(ValueError, match="no_grad"):
+        scan_step(**token(tensors, 66), state=state, in_place=True)
+
+
 def test_scan_step_starts_without_a_state():
     tensors = arguments(FEW[2], torch.float64)
     y, _ = scan_step(**token(tensors, 0))

@@ -144,6 +144,37 @@ MUTANTS = {
 }
 
 
+def steep() -> LanguageModel:
+    """A stage-1 model whose signed normalisers come near 0: steep maps make one feature nearly 1, whose rotation decides the sign."""
+    model = randomize(hedgehog(sizes=dict(rotary_pct=1.0)), seed=1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("_map.weight"):
+                parameter *= 30
+    return model
+
+
+def test_a_start_that_fp32_cannot_judge_is_judged_in_fp64():
+    before = steep()
+    student = handed_over(before.config.with_mixer(MixerConfig(kind="hedge_mamba")), held(before))
+    probe = make_probe(before.config, random_tokens(97, seq_len=128), held(before).read)
+    assert handover._divergence(student, **probe) > 5 * MAX_PROBE_KL  # 6e-8 measured: rounding, nothing else
+    parameters = {name: parameter.detach().clone() for name, parameter in student.named_parameters()}
+    assert probe_divergence(student, **probe) <= MAX_PROBE_KL / 1000  # 1e-14, what fp32 leaves of the probe's own logits
+    for name, parameter in student.named_parameters():
+        assert parameter.dtype == torch.float32 and torch.equal(parameter, parameters[name]) and hasattr(parameter, "shard_spec")
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_there_too_the_check_notices_a_fault(mutant):
+    before = steep()
+    student = handed_over(before.config.with_mixer(MixerConfig(kind="hedge_mamba")), held(before))
+    probe = make_probe(before.config, random_tokens(97, seq_len=128), held(before).read)
+    with torch.no_grad():
+        MUTANTS[mutant](student)
+    assert probe_divergence(student, **probe) > 100 * MAX_PROBE_KL  # 1e-2 and more measured: what magnifies rounding magnifies faults
+
+
 @pytest.mark.parametrize("decay", ["head", "state", "channel"])
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_the_check_notices_a_fault_in_one_layer(mutant, decay):

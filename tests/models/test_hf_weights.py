@@ -323,10 +323,17 @@ def test_hub_snapshot_takes_one_kind_of_weights(folder, published, weights, monk
     assert asked[-1] == ("EleutherAI/pythia-14m", "step1000", weights)
 
 
-@pytest.mark.parametrize("name", ["no/such/folder/at/all", "/nowhere", "someone/some-model"])
-def test_a_name_that_is_neither_folder_nor_model_says_what_is_wanted(name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("no/such/folder/at/all", ", and the Hugging Face hub has no names like it"),
+        ("/nowhere", ", and the Hugging Face hub has no names like it"),
+        ("someone/some-model", " and could not be had"),
+    ],
+)
+def test_a_name_that_is_neither_folder_nor_model_says_what_is_wanted(name, reason, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # no look-up on the network
-    with pytest.raises(InputError, match=r"(?s)is no local folder and could not be had .* Give a folder .* or a hub name"):
+    with pytest.raises(InputError, match=f"(?is)^'{name}' is no local folder{reason}.* give a folder .* or a hub name"):
         resolve_pretrained(name)
 
 

@@ -17,12 +17,12 @@ from tests.training.runs import checkpoint_at, measured
 def test_each_stage_1_checkpoint_holds_a_probe_of_its_own_parameters(name, made):
     for step in (HALF, STEPS):
         checkpoint = checkpoint_at(made(name), step)
-        model = LanguageModel(ModelConfig.from_record(checkpoint.record["model"])).eval()
+        model = LanguageModel(ModelConfig.from_record(checkpoint.record["model"])).eval().double()
         load_parameters(model, lambda name, index, checkpoint=checkpoint: checkpoint.read("parameters", name, index), model.tensor_parallel)
         tokens, logits = (checkpoint.read("probe", name) for name in ("tokens", "logits"))
         assert logits.dtype == torch.float32 and logits.shape == (*tokens.shape, 97)
         with torch.no_grad():
-            torch.testing.assert_close(model(tokens), logits, rtol=0, atol=1e-6)  # the same operations, layer by layer
+            torch.testing.assert_close(model(tokens).float(), logits, rtol=0, atol=1e-6)  # the same operations, layer by layer, in fp64
 
 
 def proof(made, name: str) -> str:

@@ -193,17 +193,17 @@ class PoisonedPretrain(Pretrain):
         kind_now = poison.kinds[poison.steps.index(step + 1) % len(poison.kinds)]
         return float("nan") if kind == kind_now else 1.0
 
-    def loss(self, tokens, labels):
+    def loss(self, *batch):
         self._calls += 1
-        loss, metrics = super().loss(tokens, labels)
+        loss, metrics = super().loss(*batch)
         return loss * self._factor("loss"), metrics
 
 
 class PretrainWithOddMetrics(Pretrain):
     """Pretraining that reports a value that is NaN on the last rank, and one that is finite."""
 
-    def loss(self, tokens, labels):
-        loss, _ = super().loss(tokens, labels)
+    def loss(self, *batch):
+        loss, _ = super().loss(*batch)
         broken = float("nan") if dist.get_rank() == dist.get_world_size() - 1 else 1.0
         return loss, {"broken": loss.detach() * broken, "rank": torch.tensor(float(dist.get_rank()))}
 
@@ -213,12 +213,12 @@ class PretrainReleased(Pretrain):
 
     started = False
 
-    def token_losses(self, tokens, labels):
+    def token_losses(self, *batch):
         if not self.started:  # later, DeepSpeed knows the order of modules and fetches parameters ahead
             whole = [name for name, parameter in self.student.named_parameters() if parameter.numel() > 0]
             assert not whole, whole
             self.started = True
-        return super().token_losses(tokens, labels)
+        return super().token_losses(*batch)
 
 
 class PretrainWithoutEnd(Pretrain):
@@ -226,20 +226,20 @@ class PretrainWithoutEnd(Pretrain):
 
     begun = False
 
-    def loss(self, tokens, labels):
+    def loss(self, *batch):
         self.begun = True
-        return super().loss(tokens, labels)
+        return super().loss(*batch)
 
-    def token_losses(self, tokens, labels):
-        losses = super().token_losses(tokens, labels)
+    def token_losses(self, *batch):
+        losses = super().token_losses(*batch)
         return losses * float("nan") if self.begun else losses
 
 
 class PretrainWithoutStart(Pretrain):
     """Pretraining from weights with which nothing is a number."""
 
-    def token_losses(self, tokens, labels):
-        return super().token_losses(tokens, labels) * float("nan")
+    def token_losses(self, *batch):
+        return super().token_losses(*batch) * float("nan")
 
 
 class PretrainWithUnusedParameter(Pretrain):

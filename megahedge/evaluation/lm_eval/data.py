@@ -18,6 +18,8 @@ import lm_eval.tasks
 import yaml
 from lm_eval.tasks import TaskManager
 
+from megahedge.evaluation.lm_eval.paper_rows import ROW_CHECKS
+from megahedge.evaluation.lm_eval.rows import LocalRows, check_docs, check_file
 from megahedge.utils.errors import InputError
 from megahedge.utils.files import sha256_file
 from megahedge.utils.logging import get_logger
@@ -25,6 +27,7 @@ from megahedge.utils.logging import get_logger
 logger = get_logger(__name__)
 logging.getLogger("lm_eval.api.task").setLevel(logging.ERROR)  # its warnings are for authors of task files
 
+_LM_EVAL_TASKS = Path(lm_eval.tasks.__file__).parent
 _LOCAL_FORMATS = ("json", "csv", "parquet", "text")
 
 
@@ -37,6 +40,15 @@ class LoadedTasks:
     groups: dict[str, Any]
     data: dict[str, dict]
     """By task: where its rows come from."""
+    local: dict[str, LocalRows]
+    """By task: the lines that its rows come from, where they come from a file of --offline_data."""
+
+    def place(self, task: str, row: int) -> str:
+        """Where a row of a task, counted from 0, comes from, for people."""
+        local = self.local.get(task)
+        if local is None or len(local.lines) != len(self.tasks[task].eval_docs):  # a task may leave rows out, or divide them
+            return f"row {row + 1} of task {task}"
+        return local.place(row)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +61,15 @@ class FoundTasks:
     """By task: the local file that its rows come from; None where they come from lm-eval's own data sets."""
 
     @contextlib.contextmanager
-    def load(self) -> Iterator[LoadedTasks]:
+    def load(self, num_fewshot: int | None = None) -> Iterator[LoadedTasks]:
         """Read the rows; within `with`, as those of local files are mapped from a temporary folder.
 
-        Raises InputError for rows that cannot be had, and for tasks that need images, sounds or code execution.
+        num_fewshot: worked examples before each question, unless the task forbids any; None for what the task says.
+        Raises InputError for rows that cannot be had, for rows of local files that the tasks cannot be made of, for fewer rows than
+        worked examples, and for tasks that need images, sounds or code execution.
         """
         files, manager = self.files or {}, self.manager
+        local = {name: check_file(file, name, self._is_of_paper(name)) for name, file in files.items()}
         with contextlib.ExitStack() as stack:
             if self.files is not None:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="megahedge-tasks-"))
@@ -65,9 +80,18 @@ class FoundTasks:
                 loaded = _load(name, manager, files.get(name))
                 tasks |= loaded["tasks"]
                 groups |= loaded.get("groups", {})
+            data = {name: _data_record(task, files.get(name)) for name, task in tasks.items()}
+            loaded = LoadedTasks(tasks, groups, data, local)
             for name, task in tasks.items():
                 _check_supported(name, task)
-            yield LoadedTasks(tasks, groups, {name: _data_record(task, files.get(name)) for name, task in tasks.items()})
+                _set_shots(name, task, num_fewshot)
+                if task.config.dataset_path in _LOCAL_FORMATS and not self._is_of_paper(name):
+                    check_docs(task, functools.partial(loaded.place, name))
+            yield loaded
+
+    def _is_of_paper(self, name: str) -> bool:
+        """Whether it is one of the paper's tasks as lm-eval defines them, and no task of a user's own under its name."""
+        return name in ROW_CHECKS and Path(self.manager.task_index[name].yaml_path).is_relative_to(_LM_EVAL_TASKS)
 
 
 def find_tasks(names: Sequence[str], include_path: str | None = None, offline_data: str | None = None) -> FoundTasks:
@@ -123,7 +147,7 @@ def _folders_by_task() -> dict[str, list[Path]]:
     """
     defines = re.compile(rb"^task:[ \t]*[\"']?([\w.-]+)[\"']?[ \t]*$", re.MULTILINE)
     folders: dict[str, list[Path]] = {}
-    for path in Path(lm_eval.tasks.__file__).parent.rglob("*.yaml"):
+    for path in _LM_EVAL_TASKS.rglob("*.yaml"):
         for name in defines.findall(path.read_bytes()):
             folders.setdefault(name.decode(), []).append(path.parent)
     return folders
@@ -193,12 +217,29 @@ def _load(name: str, manager, file: Path | None) -> dict:
     try:
         return manager.load([name])
     except Exception as error:  # whatever the data set's library, its HTTP client or a template makes of missing rows and fields
+        while error.__cause__ is not None:  # the data set's library says that something has failed, and its cause what
+            error = error.__cause__
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         if file is not None:
             raise InputError(f"--offline_data: the rows of {file} do not fit task {name} ({reason})") from error
         raise InputError(
             f"the data of task {name} cannot be had ({reason}); without a network, --offline_data reads local files"
         ) from error
+
+
+def _set_shots(name: str, task, num_fewshot: int | None) -> None:
+    """As lm-eval's own command does: a task that says 0 keeps it.  Raises InputError where it has fewer rows than worked examples."""
+    own = task.get_config("num_fewshot")
+    if own is None or (num_fewshot is not None and own != 0):
+        task.set_config(key="num_fewshot", value=num_fewshot or 0)
+    shots = task.get_config("num_fewshot")
+    if shots == 0:
+        return
+    rows = len(task.sampler.fewshot_indices or task.sampler.df)
+    if task.fewshot_cfg.split == task.config.test_split:  # which then leaves out the row that is asked about
+        rows -= 1
+    if shots > rows:
+        raise InputError(f"--num_fewshot={shots}: task {name} has {rows} rows for worked examples, without the one that is asked about")
 
 
 def _check_supported(name: str, task) -> None:

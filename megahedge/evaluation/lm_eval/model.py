@@ -1,6 +1,6 @@
 """An opened model as lm-eval wants it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from megahedge.evaluation.continuations import ContinuationScorer
+from megahedge.evaluation.continuations import ContinuationScorer, RequestError
 from megahedge.evaluation.models import OpenModel
 from megahedge.utils.errors import InputError
 
@@ -20,11 +20,17 @@ _GREEDY_OPTIONS = {"do_sample", "temperature", "top_k", "top_p"}
 """Options of generation that change nothing when the likeliest token is always taken."""
 
 
+def _place(task: str, row: int) -> str:
+    return f"row {row + 1} of task {task}"
+
+
 class TaskModel(TemplateLM):
     """Answers the three kinds of requests that tasks are made of: of continuations, of whole texts, and for text."""
 
-    def __init__(self, model: OpenModel, batch_size: int, device: torch.device | str):
+    def __init__(self, model: OpenModel, batch_size: int, device: torch.device | str, place: Callable[[str, int], str] = _place):
+        """place: from a task and the number of its row to where that comes from, for people."""
         super().__init__()
+        self._place = place
         self.tokenizer = model.tokenizer
         self.scorer = ContinuationScorer(model.logits, model.max_seq_len or DEFAULT_MAX_LENGTH, batch_size, device)
 
@@ -48,7 +54,11 @@ class TaskModel(TemplateLM):
 
     def loglikelihood(self, requests: list, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Scores of (context, continuation); lm-eval splits them into tokens, and calls the next method."""
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        try:
+            return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        except RequestError as error:
+            request = requests[error.index]
+            raise InputError(f"{self._place(request.task_name, request.doc_id)} {error}") from None
 
     def _loglikelihood_tokens(self, requests: list[tuple[Any, list[int], list[int]]], **_: Any) -> list[tuple[float, bool]]:
         return self.scorer.score([(context, continuation) for _, context, continuation in requests])

@@ -12,31 +12,30 @@ from megahedge.evaluation.lm_eval.data import LoadedTasks
 from megahedge.evaluation.lm_eval.model import TaskModel
 from megahedge.evaluation.models import OpenModel
 from megahedge.evaluation.tasks import Metric, TaskOptions, TaskResults, TaskScore
+from megahedge.utils.errors import RunError
 
 
 def score_tasks(loaded: LoadedTasks, model: OpenModel, options: TaskOptions, device: torch.device | str) -> TaskResults:
-    """Figures of a model that has a tokenizer on the tasks, then on the groups.  Raises InputError for tasks that need sampling."""
+    """Figures of a model that has a tokenizer on the tasks, then on the groups.
+
+    Raises InputError for tasks that need sampling, RunError for a model whose figures are not finite.
+    """
     for task in loaded.tasks.values():
-        _set_shots(task, options.num_fewshot)
         task.set_fewshot_seed(seed=options.seed)
-    language_model = TaskModel(model, options.batch_size, device)
-    with contextlib.redirect_stdout(sys.stderr):  # which lm-eval's bootstrap prints to
-        results = evaluate(
-            language_model,
-            {"tasks": loaded.tasks, "groups": loaded.groups},
-            limit=options.limit,
-            bootstrap_iters=options.bootstrap_iters,
-            log_samples=True,
-        )
+    language_model = TaskModel(model, options.batch_size, device, loaded.place)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # which lm-eval's bootstrap prints to
+            results = evaluate(
+                language_model,
+                {"tasks": loaded.tasks, "groups": loaded.groups},
+                limit=options.limit,
+                bootstrap_iters=options.bootstrap_iters,
+                log_samples=True,
+            )
+    except OverflowError:  # of exp(nats of a row): a perplexity
+        raise RunError(f"a metric of the tasks overflows on {model.source.path}: the model is broken, or has diverged") from None
     scores = tuple(_task_score(name, results, loaded) for name in [*loaded.tasks, *loaded.groups])
     return TaskResults(scores, loaded.data, importlib.metadata.version("lm-eval"))
-
-
-def _set_shots(task, num_fewshot: int | None) -> None:
-    """As lm-eval's own command does: a task that says 0 keeps it."""
-    own = task.get_config("num_fewshot")
-    if own is None or (num_fewshot is not None and own != 0):
-        task.set_config(key="num_fewshot", value=num_fewshot or 0)
 
 
 def _task_score(name: str, results: dict, loaded: LoadedTasks) -> TaskScore:
