@@ -113,7 +113,7 @@ def disk_errors_explained(path: str | os.PathLike):
 
 @contextlib.contextmanager
 def os_errors_told(path: str | os.PathLike):
-    """While safetensors or tokenizers write `path`: their exceptions for a disk that is full or fails, no OSErrors, become what they are."""
+    """While safetensors or tokenizers write `path`: their exceptions for a disk that is full or fails become the OSErrors that they are."""
     try:
         yield
     except Exception as error:
