@@ -44,7 +44,7 @@ def causal_conv(
         y = term if y is None else y + term
     if bias is not None:
         y = y + bias.to(x.dtype)
-    last = padded[:, seq_len:]
+    last = padded[:, seq_len:].clone()  # a view would keep all inputs for as long as somebody remembers these
     if documents is not None:
         last = last.masked_fill((documents[:, seq_len:] != documents[:, -1:]).unsqueeze(-1), 0.0)
     return y, last

@@ -30,7 +30,8 @@ def run(inputs: ScanInputs) -> ScanOutputs:
     numerator, denominator, state = _ChunkedScan.apply(inputs.C, inputs.B, inputs.V, step, rate, state, inputs.boundaries, problem)
     if inputs.denominator is None:
         return numerator, None, state, None
-    return numerator, denominator, state[..., : problem.head_dim], state[..., problem.head_dim :]
+    columns = (problem.head_dim, state.shape[-1] - problem.head_dim)
+    return numerator, denominator, *(part.contiguous() for part in state.split(columns, dim=-1))
 
 
 class _ChunkedScan(torch.autograd.Function):

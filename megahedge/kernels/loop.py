@@ -37,7 +37,7 @@ def run(inputs: ScanInputs) -> ScanOutputs:
     outputs = outputs.movedim(0, 2)  # [g, b, t, h, p]
     if inputs.denominator is None:
         return outputs[0], None, state[0], None
-    return outputs[0], outputs[1], state[0], state[1]
+    return outputs[0], outputs[1], state[0].clone(), state[1].clone()  # each in memory of its own, which decoding goes on in
 
 
 def weighted_inputs(inputs: ScanInputs) -> tuple[Tensor, Tensor, Tensor]:

@@ -164,8 +164,7 @@ def test_a_damaged_record_costs_a_row_of_the_card_and_not_the_export(damage, roo
 def test_a_precision_that_is_not_known_is_asked_for(root, tmp_path):
     run = write_run(tmp_path / "run", student(MIXERS["tuned"], num_layers=1), root / "teacher", dtype="int4")
     with pytest.raises(InputError, match=r"run.json names a precision that is not known, 'int4'; give --dtype"):
-        export_of(tmp_path, tmp_path, "run")
-    assert export(ExportOptions(run=str(run), out=str(tmp_path / "out"), dtype="fp32", verify=False)).dtype == "fp32"
+        export(ExportOptions(run=str(run), out=str(tmp_path / "out")))
 
 
 @pytest.mark.parametrize(
@@ -226,13 +225,14 @@ def test_a_teacher_is_found_from_where_the_student_was_made_or_lies(root, tmp_pa
     monkeypatch.chdir(project)
     monkeypatch.setattr(export_small, "record_of", functools.partial(_record_with_teacher, "models/teacher", None, root, project))
     run = write_run(project / "runs" / "tuned", student(MIXERS["tuned"], num_layers=1), None)
-    folders = [export(ExportOptions(run=str(run), out=str(out), verify=False)).folder for out in (run / "hf2", tmp_path / "out")]
-    assert all(teacher_of(student).samefile("models/teacher") for student in (run, *folders))
+    folder = export(ExportOptions(run=str(run), out=str(run / "exported"), verify=False)).folder
+    elsewhere = shutil.copytree(folder, tmp_path / "out")
+    assert all(teacher_of(student).samefile("models/teacher") for student in (run, folder, elsewhere))
     monkeypatch.chdir(tmp_path)
-    assert all(teacher_of(student).samefile("project/models/teacher") for student in (run, folders[0]))
+    assert all(teacher_of(student).samefile("project/models/teacher") for student in (run, folder))
     assert source.StoredModel.open(run).find_tokenizer()[0] is not None
     with pytest.raises(InputError, match="give --teacher"):
-        teacher_of(folders[1])
+        teacher_of(elsewhere)
 
 
 @pytest.mark.parametrize(("dtype", "stored"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("auto", torch.bfloat16)])
@@ -547,21 +547,17 @@ def test_a_place_where_no_folder_can_be_made_is_refused_before_the_work(place, r
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_link_stays_and_leads_to_the_new_folder(there, root, tmp_path):
+def test_a_link_stays_and_leads_to_the_new_folder(there, root, tmp_path, monkeypatch):
+    """A tilde is the home folder, for the run too."""
+    monkeypatch.setenv("HOME", str(tmp_path))
     link, target = tmp_path / "link", tmp_path / "disk" / "out"
     link.symlink_to(target)
     if there:
         target.mkdir(parents=True)
-    assert export_of(root, tmp_path, out=str(link), verify=False).folder == link
+    run = os.path.relpath(root / "tuned", tmp_path)
+    assert export(ExportOptions(run=f"~/{run}", out="~/link", verify=False)).folder == link
     assert link.is_symlink() and (target / "config.json").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link"] and [*target.parent.iterdir()] == [target]
-
-
-def test_a_tilde_is_the_home_folder(root, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    shutil.copytree(root / "tuned", tmp_path / "run")
-    export(ExportOptions(run="~/run", out="~/out", verify=False))
-    assert (tmp_path / "out" / "config.json").is_file()
 
 
 @pytest.mark.parametrize("too_large", ["weights", "tokenizer"])

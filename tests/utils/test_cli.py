@@ -171,7 +171,9 @@ def piped(tmp_path, body: str) -> subprocess.Popen:
 
 
 def test_ctrl_c_ends_a_command_without_a_word(tmp_path):
-    process = piped(tmp_path, "print('here', flush=True); import time; time.sleep(60)")
+    # a shell starts what runs in the background, these tests perhaps, with Ctrl-C switched off
+    switch_on = "import signal, time; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    process = piped(tmp_path, f"{switch_on}; print('here', flush=True); time.sleep(60)")
     assert process.stdout.readline() == "here\n"
     process.send_signal(signal.SIGINT)
     assert (process.communicate(timeout=30), process.returncode) == (("", ""), 130)
