@@ -243,7 +243,10 @@ def _wrapped(implementation: str, folder: Path, model: Any, unexpected: int) -> 
 
     def token_losses(tokens: Tensor, labels: Tensor, boundaries: Tensor | None = None) -> Tensor:
         if boundaries is not None:
-            raise InputError("--reset_at_documents needs an implementation of megahedge's own; transformers' models look across documents")
+            raise InputError(
+                f"--reset_at_documents: {folder} is scored by a class of transformers, which looks across documents; give a run, or a "
+                "teacher of a family that megahedge knows"
+            )
         losses = F.cross_entropy(logits(tokens).float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
         return losses.view_as(labels)
 

@@ -17,7 +17,8 @@ from megahedge.kernels.problem import ScanState
 class HedgeMambaCache:
     """All that the model remembers of the tokens so far: of a size that does not grow with them.
 
-    `forward` replaces what is in it, unless it is called with use_cache=False: then it goes on from the cache and leaves it as it is.
+    `forward` moves it on, a single token's in the same memory, unless it is called with use_cache=False: then it goes on from a fork
+    and leaves the cache as it is.
     """
 
     is_compileable = False
@@ -38,9 +39,10 @@ class HedgeMambaCache:
         """Columns seen, padding included."""
 
     def fork(self) -> "HedgeMambaCache":
-        """One with the same memory that goes its own way.  Tensors are shared: none is ever changed in place."""
+        """One with the same memory that goes its own way.  Only states are ever changed in place, so the other tensors are shared."""
         other = HedgeMambaCache(len(self.states))
-        other.conv_tails, other.states = self.conv_tails[:], self.states[:]
+        other.conv_tails = self.conv_tails[:]
+        other.states = [state and ScanState(state.numerator.clone(), state.denominator.clone()) for state in self.states]
         other.num_tokens, other.num_positions, other.last_hidden = self.num_tokens, self.num_positions, self.last_hidden
         return other
 

@@ -222,7 +222,7 @@ class HedgeMambaMixer(nn.Module):
         state = None if cache is None else cache.states[self.layer_index]
         if C.shape[1] == 1:
             inputs = (None if x is None else x.squeeze(1) for x in (C, B, v, step))
-            mixed, state = scan_step(*inputs, rate, state, eps=self.normalizer_eps)
+            mixed, state = scan_step(*inputs, rate, state, eps=self.normalizer_eps, in_place=not torch.is_grad_enabled())
             mixed = mixed.unsqueeze(1)
         else:
             mixed, state = scan(C, B, v, step, rate, initial_state=state, eps=self.normalizer_eps)

@@ -61,8 +61,8 @@ class _ChunkedScan(torch.autograd.Function):
     def backward(ctx, grad_numerator, grad_denominator, adjoint):
         C, B, V, step, rate, boundaries, *starts = ctx.saved_tensors
         sequence = Sequence(C, B, V, step, rate, boundaries, ctx.problem)
-        gradients = Gradients(sequence)
         need_X = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
+        gradients = Gradients(sequence, need_X)
         with torch.autocast(C.device.type, enabled=False):
             for span, start in reversed(list(zip(sequence.spans(), starts, strict=True))):
                 chunks = sequence.chunks(span)
@@ -70,7 +70,7 @@ class _ChunkedScan(torch.autograd.Function):
                 adjoints = chunks.carry_back(slopes, adjoint)
                 gradients.add(span, *chunks.gradients(chunks.carry(start), slopes, adjoints, need_X))
                 adjoint = adjoints[0].clone()
-        return gradients.C, gradients.B, gradients.V if need_X else None, gradients.step, gradients.rate, adjoint, None, None
+        return gradients.C, gradients.B, gradients.V, gradients.step, gradients.rate, adjoint, None, None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,9 +140,10 @@ class Sequence:
 class Gradients:
     """Those of a Sequence's tensors, gathered segment by segment from the last to the first."""
 
-    def __init__(self, sequence: Sequence):
+    def __init__(self, sequence: Sequence, need_X: bool):
         self.sequence = sequence
-        self.C, self.B, self.V = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (sequence.C, sequence.B, sequence.V))
+        self.C, self.B = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (sequence.C, sequence.B))
+        self.V = torch.empty_like(sequence.V, memory_format=torch.contiguous_format) if need_X else None
         self.step = None if sequence.step is None else torch.zeros_like(sequence.step, memory_format=torch.contiguous_format)
         self.rate = None if sequence.rate is None else torch.zeros_like(sequence.rate)
 

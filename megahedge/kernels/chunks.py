@@ -1,7 +1,7 @@
 """The algebra of the chunked scan: what happens inside chunks of T tokens, and the state that goes from one to the next.
 
 With a_t = -rate * step_t <= 0, L_i its sum over the chunk's tokens up to i, and X the columns of V followed by those of the
-denominator (B and X come with the step multiplied in), a chunk that starts from the state S [n, q] gives
+denominator (a step comes multiplied into B, if it varies over n, or into X), a chunk that starts from the state S [n, q] gives
 
     out_i = sum_{j <= i} (C_i exp(L_i - L_j) . B_j) X_j  +  C_i exp(L_i) S
     S'    = exp(L_T) S  +  sum_j (exp(L_T - L_j) B_j) outer X_j.

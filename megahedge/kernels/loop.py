@@ -23,7 +23,8 @@ from torch.autograd.function import once_differentiable
 from megahedge.kernels.problem import Backend, Problem, ScanInputs, ScanOutputs
 
 CHECKPOINT_INTERVAL = 32
-"""Tokens of a stretch: twice as many cost the gradient of fast-decaying rates a digit, half as many twice the memory."""
+"""Tokens of a stretch.  At 64 the gradient of rates up to 30 was off by 1.1e-5 over a thousand tokens, more than the 1e-5 that is
+promised; half as many take twice the memory."""
 
 
 def run(inputs: ScanInputs) -> ScanOutputs:

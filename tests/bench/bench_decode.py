@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from megahedge.config.mixer import MixerConfig
 from megahedge.export.configuration_hedge_mamba import HedgeMambaConfig
@@ -18,9 +18,10 @@ from megahedge.export.to_hf import hf_config
 from megahedge.models.families import FAMILIES
 from megahedge.utils.cli import parse_options, run_main
 from megahedge.utils.errors import check_known
-from tests.bench.bench_step import DEVICE, BenchStepOptions
 from tests.bench.measure import interleaved_seconds, machine, median_ratio, print_table
+from tests.bench.shape import ModelShape
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TEACHER = "teacher"
 STUDENTS = {
     "head": MixerConfig(kind="hedge_mamba", feature_map_per_head=True, rope="before", decay="head", decay_step="head", decay_per_head=True),
@@ -30,17 +31,9 @@ STUDENTS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BenchDecodeOptions:
+class BenchDecodeOptions(ModelShape):
     """tests/bench/bench_decode.py"""
 
-    hidden_size: int = 768
-    """Width; 768, 12 layers and 12 heads are Pythia-160M's."""
-    num_layers: int = 12
-    """Layers."""
-    num_heads: int = 12
-    """Heads."""
-    vocab_size: int = 50304
-    """Tokens of the vocabulary."""
     contexts: tuple[int, ...] = (1024, 8192, 32768)
     """Tokens before those that are decoded."""
     prefills: tuple[int, ...] = (1024, 8192, 16384)
@@ -59,11 +52,9 @@ class BenchDecodeOptions:
 
 def models_of(options: BenchDecodeOptions) -> dict[str, nn.Module]:
     """Teacher and students with random weights."""
-    names = ("hidden_size", "num_layers", "num_heads", "vocab_size")
-    settings = BenchStepOptions(**{name: getattr(options, name) for name in names}).hf_config
-    teacher = AutoConfig.for_model(settings["model_type"], **{name: value for name, value in settings.items() if name != "model_type"})
-    models = {TEACHER: AutoModelForCausalLM.from_config(teacher, attn_implementation="sdpa")}
-    config = FAMILIES["gpt_neox"].model_config(settings)
+    longest = max(*options.contexts, *options.prefills) + options.new_tokens
+    models = {TEACHER: AutoModelForCausalLM.from_config(options.transformers_config(longest), attn_implementation="sdpa")}
+    config = FAMILIES["gpt_neox"].model_config(options.hf_config(longest))
     for name in options.students:
         models[name] = HedgeMambaForCausalLM(HedgeMambaConfig(**hf_config(config.with_mixer(STUDENTS[name]))))
     return {name: model.to(DEVICE).eval() for name, model in models.items()}
@@ -125,7 +116,7 @@ def main() -> None:
             speed = options.new_tokens / statistics.median(seconds[name])
             faster = median_ratio(seconds[TEACHER], seconds[name])
             rows.append([f"decoding, {name}", context, f"{speed:.1f}", f"{faster:.2f}", f"{held / 2**20:.1f}"])
-    print(f"{machine()}; {options.num_layers} layers of {options.hidden_size}, {options.num_heads} heads, one sequence, fp32")
+    print(f"{machine()}; {options}, one sequence, fp32")
     print("Faster: times the teacher's tokens/s.  Held: the cache, keys and values or states.")
     print_table(["what", "context", "tokens/s", "faster", "MiB held"], rows)
 

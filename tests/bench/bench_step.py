@@ -19,7 +19,9 @@ from megahedge.stages.base import Stage
 from megahedge.stages.stage1 import Stage1
 from megahedge.stages.stage2 import Stage2
 from megahedge.utils.cli import parse_options, run_main
+from megahedge.utils.errors import check_known
 from tests.bench.measure import Work, interleaved_seconds, machine, median_ratio, peak_bytes, print_table
+from tests.bench.shape import ModelShape
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORWARD, TRAINING = "transformers, forward", "transformers, training"
@@ -37,17 +39,9 @@ STUDENTS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BenchStepOptions:
+class BenchStepOptions(ModelShape):
     """tests/bench/bench_step.py"""
 
-    hidden_size: int = 768
-    """Width; 768, 12 layers and 12 heads are Pythia-160M's."""
-    num_layers: int = 12
-    """Layers."""
-    num_heads: int = 12
-    """Heads."""
-    vocab_size: int = 50304
-    """Tokens of the vocabulary."""
     batch: int = 1
     """Sequences."""
     seq_len: int = 1024
@@ -59,23 +53,9 @@ class BenchStepOptions:
     memory: bool = True
     """Measure peak memory too."""
 
-    @property
-    def hf_config(self) -> dict:
-        """config.json of the model."""
-        return {
-            "model_type": "gpt_neox",
-            "hidden_size": self.hidden_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "intermediate_size": 4 * self.hidden_size,
-            "vocab_size": self.vocab_size,
-            "max_position_embeddings": max(2048, self.seq_len),
-            "rotary_pct": 0.25,
-            "use_parallel_residual": True,
-            "attention_bias": True,
-            "tie_word_embeddings": False,
-            "hidden_act": "gelu",
-        }
+    def __post_init__(self):
+        for name in self.steps:
+            check_known("steps", name, STUDENTS)
 
 
 def tokens_of(options: BenchStepOptions) -> tuple[Tensor, Tensor]:
@@ -86,11 +66,9 @@ def tokens_of(options: BenchStepOptions) -> tuple[Tensor, Tensor]:
 
 def baseline(options: BenchStepOptions, name: str) -> Work:
     """transformers' model, with SDPA and random weights, run once."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    settings = dict(options.hf_config)
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(DEVICE)
+    model = AutoModelForCausalLM.from_config(options.transformers_config(options.seq_len), attn_implementation="sdpa").to(DEVICE)
     tokens, _ = tokens_of(options)
 
     def forward():
@@ -110,7 +88,7 @@ def student(options: BenchStepOptions, name: str) -> Work:
     """Loss and backward of a stage's module, without DeepSpeed and update, run once."""
     stage_name, changes = STUDENTS[name]
     values = read_recipe("tuned")[stage_name] | {"recipe": "tuned", "train_tokens": 10**9, "dtype": "fp32"} | changes
-    config = FAMILIES["gpt_neox"].model_config(options.hf_config)
+    config = FAMILIES["gpt_neox"].model_config(options.hf_config(options.seq_len))
     stage = _stage(stage_name, values, config).to(DEVICE)
     for model in filter(None, (stage.student, getattr(stage, "teacher", None))):
         initialize_parameters(model, 0, TensorParallel())
@@ -150,8 +128,7 @@ def main() -> None:
         if options.memory:
             row.append(f"{peak_bytes(functools.partial(work_of, options, name)) / 2**20:.0f}")
         rows.append(row)
-    shape = f"{options.num_layers} layers of {options.hidden_size}, {options.num_heads} heads, vocabulary {options.vocab_size}"
-    print(f"{machine()}; {shape}, b {options.batch}, t {options.seq_len}, fp32")
+    print(f"{machine()}; {options}, b {options.batch}, t {options.seq_len}, fp32")
     print("Loss and gradients without the update.  Memory: at the peak, beyond weights and gradients.")
     print_table(["step", "ms", "× forward", "× training", *(["MiB"] if options.memory else [])], rows)
 

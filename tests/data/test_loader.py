@@ -1,11 +1,14 @@
 """Batches: the same samples however a run is cut up; validation scores every token once."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from data_helpers import numbered_documents, random_lengths, write_pair
 
 from megahedge.data.loader import IGNORE_INDEX, BatchLoader, TrainingData, ValidationData, document_starts
+from megahedge.data.meta import DatasetMeta, end_of_documents, write_meta
 from megahedge.utils.errors import InputError
 
 
@@ -145,3 +148,18 @@ def test_batches_say_where_documents_begin_when_asked(tmp_path):
         assert [tensor.dtype for tensor in batch.inputs("cpu")] == [torch.int64, torch.int64, torch.bool]
     plain = next(iter(ValidationData(tmp_path / "x", seq_len=16).micro_batches(2)))
     assert plain.boundaries is None and len(plain.inputs("cpu")) == 2
+
+
+def test_the_token_that_ends_documents_is_asked_of_the_data_or_else_of_the_tokenizer(tmp_path):
+    tokenizer = SimpleNamespace(eos_token_id=7)
+    own, other, without, bare = (str(tmp_path / name) for name in ("own", "other", "without", "bare"))
+    for prefix, eod_id, options in ((own, 7, {}), (other, 0, {}), (without, 7, {"append_eod": False})):
+        write_meta(prefix, DatasetMeta("digest", "tokenizer", 100, eod_id, {}, options=options))
+    assert end_of_documents([own, bare], tokenizer, "T") == 7
+    assert end_of_documents([other], tokenizer, "T") == 0
+    with pytest.raises(InputError, match=r"--reset_at_documents: .*without was made without a token at the end"):
+        end_of_documents([own, without], tokenizer, "T")
+    with pytest.raises(InputError, match="--reset_at_documents: documents end with other tokens"):
+        end_of_documents([own, other], tokenizer, "T")
+    with pytest.raises(InputError, match=r"--reset_at_documents needs a token .* T names none"):
+        end_of_documents([bare], SimpleNamespace(eos_token_id=None), "T")

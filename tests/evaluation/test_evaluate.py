@@ -27,6 +27,7 @@ from megahedge.evaluation.text import TextCounts, count_text
 from megahedge.models.language_model import LanguageModel
 from megahedge.utils.errors import InputError, RunError
 from tests.evaluation.small import TEXTS, byte_tokenizer, write_run, write_texts
+from tests.evaluation.students import write_student
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -277,3 +278,16 @@ def test_script_ends_bad_input_with_one_line_and_status_2(paths):
     done = run_script("--model", "no/such/model", "--data_path", paths["data"])
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: --model: 'no/such/model'") and done.stderr.count("\n") == 1
+
+
+@torch.no_grad()
+def test_documents_are_kept_apart_by_models_of_ours_alone(tmp_path):
+    """A run does; the same student's export is a class of transformers, and says what to give instead."""
+    student = write_student(tmp_path)
+    tokens = torch.arange(12).view(1, 12)
+    boundaries = torch.zeros_like(tokens, dtype=torch.bool)
+    boundaries[0, 5] = True
+    run = open_model(student["run"])
+    assert not torch.equal(run.token_losses(tokens, tokens, boundaries), run.token_losses(tokens, tokens))
+    with pytest.raises(InputError, match=r"--reset_at_documents: .*hf is scored by a class of transformers.* give a run"):
+        open_model(student["hf"]).token_losses(tokens, tokens, boundaries)

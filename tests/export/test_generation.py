@@ -112,6 +112,15 @@ def test_the_cache_does_not_grow(model):
 
 
 @torch.no_grad()
+def test_a_decoded_token_moves_the_states_on_in_their_own_memory(model):
+    cache = model(tokens_of(9)).cache
+    before = [(state.numerator.data_ptr(), state.numerator.clone()) for state in cache.states]
+    model(tokens_of(1), cache=cache)
+    for (pointer, numerator), state in zip(before, cache.states, strict=True):
+        assert state.numerator.data_ptr() == pointer and not torch.equal(state.numerator, numerator)
+
+
+@torch.no_grad()
 def test_padding_on_the_left_changes_no_logit_and_no_text(model):
     rows = [tokens_of(length, seed=length)[0] for length in LENGTHS]
     batch, mask = left_padded(rows)

@@ -76,12 +76,16 @@ def assert_accurate(backend: str, case: Case, tensors: dict[str, torch.Tensor], 
 @pytest.mark.slow
 @pytest.mark.parametrize("largest_rate", LARGEST_RATES)
 @pytest.mark.parametrize(
-    ("backend", "case"), with_backends(of_length(case, seq_len) for case in STRUCTURES for seq_len in LENGTHS), ids=case_id
+    ("backend", "case"), with_backends(of_length(case, seq_len) for case in STRUCTURES[1:] for seq_len in LENGTHS), ids=case_id
 )
-def test_lengths(backend, case, largest_rate):
-    if case.structure == "none" and largest_rate:
-        pytest.skip("there is no rate")
+def test_lengths_and_rates(backend, case, largest_rate):
     assert_accurate(backend, case, make_inputs(case, largest_rate))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "case"), with_backends(of_length(STRUCTURES[0], seq_len) for seq_len in LENGTHS), ids=case_id)
+def test_lengths_without_decay(backend, case):
+    assert_accurate(backend, case, make_inputs(case, largest_rate=0.0))
 
 
 @pytest.mark.slow

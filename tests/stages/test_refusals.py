@@ -150,7 +150,6 @@ def test_the_commands_end_with_their_status_and_one_line(options, inputs, made, 
 
 
 def test_documents_are_kept_apart_only_where_their_ends_are_known(refused, inputs, tmp_path):
-    """By data without such a token, and by data of other programs with a tokenizer that names none."""
     for path in inputs.glob("data_*"):
         shutil.copy(path, tmp_path)
     meta = json.loads((inputs / "data.meta.json").read_text())
