@@ -14,6 +14,7 @@ from megahedge.checkpoint.store import MANIFEST, Checkpoint, StoredGroup, comple
 from megahedge.config.mixer import MixerConfig
 from megahedge.config.model import ModelConfig
 from megahedge.config.options import Stage2Options
+from megahedge.export.source import teacher_place
 from megahedge.kernels import DenominatorStats
 from megahedge.models.handover import MAX_PROBE_KL, Source, added_parameters, either_source, make_probe, probe_divergence
 from megahedge.models.hf_weights import PretrainedWeights, weights_digest
@@ -218,8 +219,10 @@ def _teacher_name(options: Stage2Options, origin: dict | None) -> tuple[str, str
 
 
 def _find_teacher(options: Stage2Options, origin: dict | None) -> Teacher:
-    """Look it up, or download it."""
+    """Look it up, or download it.  A relative folder that a record names is that of where the recorded run was started."""
     name, revision = _teacher_name(options, origin)
+    if options.teacher is None:
+        name = teacher_place(name, revision, Path(options.init_from or options.output_dir))
     try:
         return Teacher.find(name, revision)
     except InputError as error:
