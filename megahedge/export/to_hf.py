@@ -49,7 +49,7 @@ class ExportOptions:
     verify: bool = True
     """Load what was written with transformers and compare its logits with the trainer's before OUT gets its name."""
     overwrite: bool = False
-    """Replace a Hugging Face folder that lies at OUT."""
+    """Replace a Hugging Face folder that lies at OUT, if it holds nothing but what belongs to a model."""
 
     def __post_init__(self):
         check_known("dtype", self.dtype, ("auto", *TORCH_DTYPES))
@@ -119,6 +119,11 @@ def _run_dtype(stored: StoredModel) -> str:
     return dtype
 
 
+_MODEL_SUFFIXES = (".json", ".safetensors", ".py", ".jinja", ".model")
+_MODEL_FILES = ("README.md", "merges.txt", "vocab.txt", ".gitattributes")
+"""What a Hugging Face folder may hold, and --overwrite may remove."""
+
+
 @contextlib.contextmanager
 def _folder_in_the_making(out: Path, overwrite: bool) -> Iterator[Path]:
     """A fresh folder that takes the place of `out` if all goes well, and leaves what was there if not.  Raises InputError."""
@@ -154,11 +159,13 @@ def _check_place(out: Path, overwrite: bool) -> None:
     entries = list(place.iterdir()) if place.exists() else []
     if not entries:
         return
-    if (place / "config.json").is_file() and all(path.is_file() for path in entries):
-        if not overwrite:
-            raise InputError(f"OUT={out} holds a model already; name another folder, or give --overwrite to replace it")
-    else:
+    if not (place / "config.json").is_file() or not all(path.is_file() for path in entries):
         raise InputError(f"OUT={out} is neither empty nor a Hugging Face folder, and is not replaced; name another folder")
+    if not overwrite:
+        raise InputError(f"OUT={out} holds a model already; name another folder, or give --overwrite to replace it")
+    foreign = sorted(path.name for path in entries if path.suffix not in _MODEL_SUFFIXES and path.name not in _MODEL_FILES)
+    if foreign:
+        raise InputError(f"OUT={out} holds {foreign[0]}, which is no part of a model, and is not replaced; move it, or name another folder")
 
 
 def _write(folder: Path, stored: StoredModel, tokenizer: Any, dtype: str) -> None:

@@ -96,7 +96,7 @@ def parse_options(options_type, argv=None, *, prog=None, description=None):
     from the parsed options to values by name, those take the place of the defaults.
     Raises InputError for an unknown option, a missing one or a value of the wrong kind.
     """
-    parser = _Parser(prog=prog, description=description)
+    parser = _Parser(prog=prog, description=description, allow_abbrev=False)
     parser.add_argument("--config", action=_ConfigFile, help="YAML file of options; options after it on the command line win")
     parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher; not for people")
     helps = field_docs(options_type)

@@ -505,6 +505,10 @@ def test_only_a_hugging_face_folder_is_replaced_and_only_when_asked(root, tmp_pa
         export_of(root, tmp_path, verify=False)
     export_of(root, tmp_path, name="paper", overwrite=True, verify=False)
     assert json.loads((out / "config.json").read_text())["decay"] == "channel"
+    (out / "mine.txt").write_text("figures of mine")
+    with pytest.raises(InputError, match=r"holds mine\.txt, which is no part of a model"):
+        export_of(root, tmp_path, overwrite=True, verify=False)
+    assert (out / "mine.txt").read_text() == "figures of mine"
     (out / "notes").mkdir()
     with pytest.raises(InputError, match="is not replaced"):
         export_of(root, tmp_path, overwrite=True, verify=False)

@@ -80,6 +80,7 @@ def test_the_launchers_local_rank_is_accepted():
     [
         ([], "width"),
         (["--width=3", "--widht=4"], "widht"),
+        (["--width=3", "--budge=4"], "budge"),  # no abbreviations: a misspelt option would pass for another
         (["--width=3", "stray"], "stray"),
         (["--width=three"], "three"),
         (["--width=3", "--rate=fast"], "fast"),
