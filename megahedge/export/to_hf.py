@@ -33,6 +33,10 @@ AUTO_MAP = {
     "AutoModelForCausalLM": f"modeling_hedge_mamba.{ARCHITECTURE}",
 }
 
+EXPORT_SUFFIXES = (".json", ".safetensors", ".py", ".jinja", ".model")
+EXPORT_FILES = ("README.md", "merges.txt", "vocab.txt", ".gitattributes")
+"""What a folder holds that --overwrite may replace; `.gitattributes` is the hub's."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportOptions:
@@ -49,7 +53,7 @@ class ExportOptions:
     verify: bool = True
     """Load what was written with transformers and compare its logits with the trainer's before OUT gets its name."""
     overwrite: bool = False
-    """Replace a Hugging Face folder that lies at OUT, if it holds nothing but what belongs to a model."""
+    """Replace a Hugging Face folder that lies at OUT, if it holds nothing but files of the kinds that an export writes."""
 
     def __post_init__(self):
         check_known("dtype", self.dtype, ("auto", *TORCH_DTYPES))
@@ -119,11 +123,6 @@ def _run_dtype(stored: StoredModel) -> str:
     return dtype
 
 
-_MODEL_SUFFIXES = (".json", ".safetensors", ".py", ".jinja", ".model")
-_MODEL_FILES = ("README.md", "merges.txt", "vocab.txt", ".gitattributes")
-"""What a Hugging Face folder may hold, and --overwrite may remove."""
-
-
 @contextlib.contextmanager
 def _folder_in_the_making(out: Path, overwrite: bool) -> Iterator[Path]:
     """A fresh folder that takes the place of `out` if all goes well, and leaves what was there if not.  Raises InputError."""
@@ -163,9 +162,9 @@ def _check_place(out: Path, overwrite: bool) -> None:
         raise InputError(f"OUT={out} is neither empty nor a Hugging Face folder, and is not replaced; name another folder")
     if not overwrite:
         raise InputError(f"OUT={out} holds a model already; name another folder, or give --overwrite to replace it")
-    foreign = sorted(path.name for path in entries if path.suffix not in _MODEL_SUFFIXES and path.name not in _MODEL_FILES)
+    foreign = sorted(path.name for path in entries if path.suffix not in EXPORT_SUFFIXES and path.name not in EXPORT_FILES)
     if foreign:
-        raise InputError(f"OUT={out} holds {foreign[0]}, which is no part of a model, and is not replaced; move it, or name another folder")
+        raise InputError(f"OUT={out} holds {foreign[0]}, which no export writes, and is not replaced; move it, or name another folder")
 
 
 def _write(folder: Path, stored: StoredModel, tokenizer: Any, dtype: str) -> None:

@@ -164,7 +164,10 @@ def plan_stage2(options: Stage2Options) -> Plan:
     check_data_exists(options)
     resumed = _origin_of_resumed(options)
     source = _find_source(options) if options.init_from is not None and resumed is None else None
-    teacher = _find_teacher(options, source.record.get("origin", {}) if source else resumed)
+    if source is not None:
+        teacher = _find_teacher(options, source.record.get("origin", {}), options.init_from)
+    else:
+        teacher = _find_teacher(options, resumed, options.output_dir)
     mixer = options.mixer_config("hedge_mamba")
     if source is not None:
         _check_source(options, source, teacher.config, mixer)
@@ -218,11 +221,11 @@ def _teacher_name(options: Stage2Options, origin: dict | None) -> tuple[str, str
     return origin["teacher"], origin["teacher_revision"]
 
 
-def _find_teacher(options: Stage2Options, origin: dict | None) -> Teacher:
-    """Look it up, or download it.  A relative folder that a record names is that of where the recorded run was started."""
+def _find_teacher(options: Stage2Options, origin: dict | None, run: str | None) -> Teacher:
+    """Look it up, or download it.  A relative folder that the record of `run` names is looked for where that run may have been started."""
     name, revision = _teacher_name(options, origin)
     if options.teacher is None:
-        name = teacher_place(name, revision, Path(options.init_from or options.output_dir))
+        name = teacher_place(name, revision, Path(run))
     try:
         return Teacher.find(name, revision)
     except InputError as error:

@@ -12,8 +12,9 @@ from megahedge.config.model import ModelConfig
 from megahedge.data.meta import tokenizer_digest
 from megahedge.export.configuration_hedge_mamba import HedgeMambaConfig
 from megahedge.export.modeling_hedge_mamba import HedgeMambaForCausalLM
-from megahedge.export.to_hf import hf_config
+from megahedge.export.to_hf import ExportOptions, export, hf_config
 from megahedge.models.families import FAMILIES
+from megahedge.models.hf_weights import save_pretrained
 from megahedge.models.language_model import LanguageModel
 from megahedge.utils.files import write_json
 from tests.evaluation.small import byte_tokenizer
@@ -110,3 +111,25 @@ def left_padded(rows: list[torch.Tensor], length: int | None = None) -> tuple[to
     for index, row in enumerate(rows):
         batch[index, length - len(row) :], mask[index, length - len(row) :] = row, 1
     return batch, mask
+
+
+def export_of(root, tmp_path, name="tuned", **options):
+    """Export a run below `root` to `out` below tmp_path."""
+    return export(ExportOptions(**{"run": str(root / name), "out": str(tmp_path / "out")} | options))
+
+
+def swap_heads(name, tensor):
+    """A tensor with the first two heads of one layer swapped."""
+    if name == "blocks.1.mixer.qkv_proj.weight":
+        heads = tensor.unflatten(0, (4, -1))
+        return heads[[1, 0, 2, 3]].flatten(0, 1)
+    return tensor
+
+
+def with_faulty_tensors(fault):
+    """A save_pretrained that passes every tensor through `fault(name, tensor)`."""
+
+    def save(tensors, *arguments, **keywords):
+        save_pretrained(((name, fault(name, tensor).contiguous()) for name, tensor in tensors), *arguments, **keywords)
+
+    return save

@@ -1,12 +1,10 @@
 """tools/convert_to_hf.py: what it writes, what it refuses, and that the folder needs nothing of ours."""
 
 import ast
-import errno
 import functools
 import json
 import logging
 import os
-import resource
 import runpy
 import shutil
 import subprocess
@@ -21,26 +19,20 @@ from safetensors.torch import load_file
 from megahedge.config.mixer import MixerConfig
 from megahedge.data.meta import tokenizer_digest
 from megahedge.evaluation.models import open_model, teacher_of
-from megahedge.export import code_files, source, to_hf, verify
+from megahedge.export import code_files, source, to_hf
 from megahedge.export.model_card import model_card
 from megahedge.export.scan_backends import BACKENDS, choose_backend
 from megahedge.export.to_hf import ExportOptions, build_hf_model, export
 from megahedge.kernels import registry
-from megahedge.models.families import FAMILIES
-from megahedge.models.handover import stream_logits
 from megahedge.models.hf_weights import save_pretrained
 from megahedge.utils.cli import parse_options
-from megahedge.utils.errors import InputError, RunError
+from megahedge.utils.errors import InputError
 from tests.evaluation.small import byte_tokenizer
 from tests.export import small as export_small
-from tests.export.small import MIXERS, STEP, VOCAB_SIZE, as_transformers, student, tokens_of, write_run
+from tests.export.small import MIXERS, STEP, VOCAB_SIZE, export_of, student, tokens_of, write_run
 
 RECORD_OF = export_small.record_of
 REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-def export_of(root, tmp_path, name="tuned", **options):
-    return export(ExportOptions(**{"run": str(root / name), "out": str(tmp_path / "out")} | options))
 
 
 def test_a_folder_holds_all_that_a_hugging_face_folder_holds(folders):
@@ -388,233 +380,6 @@ def test_a_model_may_be_built_in_memory_from_a_run(name, root, loaded):
     assert tokenizer_digest(tokenizer) == tokenizer_digest(byte_tokenizer())
     texts = [m.generate(tokens, max_new_tokens=8, do_sample=False, pad_token_id=0) for m in (model, loaded[name])]
     assert torch.equal(*texts)
-
-
-def _swap_heads(name, tensor):
-    if name == "blocks.1.mixer.qkv_proj.weight":
-        heads = tensor.unflatten(0, (4, -1))
-        return heads[[1, 0, 2, 3]].flatten(0, 1)
-    return tensor
-
-
-def _zero(wanted):
-    return lambda name, tensor: torch.zeros_like(tensor) if name == wanted else tensor
-
-
-def _tap_early(name, tensor):
-    return tensor.roll(-1, dims=1) if name.endswith("mixer.conv.weight") else tensor
-
-
-TENSOR_FAULTS = {
-    "heads swapped": _swap_heads,
-    "bias of an output projection zeroed": _zero("blocks.0.mixer.out_proj.bias"),
-    "bias of the gate zeroed": _zero("blocks.1.mixer.gate_proj.bias"),
-    "rates zeroed": _zero("blocks.0.mixer.decay.rate.weight"),
-    "bias of a feature map zeroed": _zero("blocks.0.mixer.key_map.bias"),
-    "convolution a tap early": _tap_early,
-}
-CONFIG_FAULTS = {
-    "RoPE on the other side": {"rope_position": "after"},
-    "RoPE on other features": {"rotary_pct": 0.5},
-    "residual of the other form": {"use_parallel_residual": False},
-    "another scale": {"feature_map_scale": True},
-}
-
-
-def _with_faulty_tensors(fault):
-    def save(tensors, *arguments, **keywords):
-        save_pretrained(((name, fault(name, tensor).contiguous()) for name, tensor in tensors), *arguments, **keywords)
-
-    return save
-
-
-@pytest.mark.parametrize("fault", TENSOR_FAULTS)
-@pytest.mark.parametrize("check", ["parameters", "logits"])
-def test_other_parameters_are_refused_by_either_check(check, fault, root, tmp_path, monkeypatch):
-    monkeypatch.setattr(to_hf, "save_pretrained", _with_faulty_tensors(TENSOR_FAULTS[fault]))
-    if check == "logits":
-        monkeypatch.setattr(verify, "check_parameters", lambda *_: None)
-    with pytest.raises(RunError, match="not what the checkpoint holds" if check == "parameters" else "not the trainer's model"):
-        export_of(root, tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.fixture(scope="module")
-def near_0():
-    """A student whose signed normalisers come so near 0 that fp32's rounding moves logits by a tenth, and its logits by precision.
-
-    Steep maps make one feature nearly 1, whose rotation then decides the sign.
-    """
-    model = student(MIXERS["paper"], rotary_pct=1.0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("_map.weight"):
-                parameter *= 30
-    parameters, tokens = dict(model.named_parameters()), verify.prompts(VOCAB_SIZE)
-    read = lambda name: parameters[name].detach()  # noqa: E731
-    logits = {name: stream_logits(model.config, read, tokens, dtype=dtype) for name, dtype in verify.PRECISIONS.items()}
-    return model, tokens, logits
-
-
-def test_a_student_that_fp32_cannot_judge_is_judged_in_fp64(near_0):
-    model, tokens, logits = near_0
-    agreement = verify.check_logits(as_transformers(model), tokens, logits.get)
-    assert agreement.precision == "fp64" and agreement.holds and "in fp64" in str(agreement)
-    rounding = verify._compare(logits["fp32"].flatten(0, 1), logits["fp64"].flatten(0, 1), "fp32")
-    assert not rounding.holds  # the trainer's own model in fp32 is as far from itself
-
-
-@pytest.mark.parametrize("fault", TENSOR_FAULTS)
-def test_its_faults_are_refused_all_the_same(fault, near_0):
-    model, tokens, logits = near_0
-    exported, names = as_transformers(model), FAMILIES[model.config.family]
-    faulty = {names.hf_name(name): TENSOR_FAULTS[fault](name, parameter.detach()) for name, parameter in model.named_parameters()}
-    exported.load_state_dict(faulty, strict=False)
-    with pytest.raises(RunError, match=r"not the trainer's model.*in fp64"):
-        verify.check_logits(exported, tokens, logits.get)
-
-
-@pytest.mark.parametrize("fault", CONFIG_FAULTS)
-def test_a_config_of_another_function_is_refused(fault, root, tmp_path, monkeypatch):
-    original = to_hf.hf_config
-    monkeypatch.setattr(to_hf, "hf_config", lambda config: original(config) | CONFIG_FAULTS[fault])
-    with pytest.raises(RunError, match="not the trainer's model"):
-        export_of(root, tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-def _forgetting_the_tail(monkeypatch):
-    """The code that is written does not keep what the convolution has seen."""
-    source = code_files._source
-    line = "cache.conv_tails[self.layer_index] = tail"
-    monkeypatch.setattr(code_files, "_source", lambda module: source(module).replace(line, "pass"))
-
-
-def test_a_faulty_cache_is_refused(root, loaded, tmp_path, monkeypatch):
-    """Also where transformers has run sound code for a model of this kind before."""
-    _forgetting_the_tail(monkeypatch)
-    with pytest.raises(RunError, match="token by token, from the cache"):
-        export_of(root, tmp_path)
-
-
-def test_only_a_hugging_face_folder_is_replaced_and_only_when_asked(root, tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()  # an empty one is fine
-    export_of(root, tmp_path, verify=False)
-    with pytest.raises(InputError, match=r"holds a model already.*--overwrite"):
-        export_of(root, tmp_path, verify=False)
-    export_of(root, tmp_path, name="paper", overwrite=True, verify=False)
-    assert json.loads((out / "config.json").read_text())["decay"] == "channel"
-    (out / "mine.txt").write_text("figures of mine")
-    with pytest.raises(InputError, match=r"holds mine\.txt, which is no part of a model"):
-        export_of(root, tmp_path, overwrite=True, verify=False)
-    assert (out / "mine.txt").read_text() == "figures of mine"
-    (out / "notes").mkdir()
-    with pytest.raises(InputError, match="is not replaced"):
-        export_of(root, tmp_path, overwrite=True, verify=False)
-    with pytest.raises(InputError, match="is a file"):
-        export_of(root, tmp_path, out=str(out / "config.json"))
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def _a_file(here):
-    (here / "file").write_text("")
-    return "{here}/file/out"
-
-
-def _the_working_directory(here):
-    (here / "cwd").mkdir()
-    os.chdir(here / "cwd")
-    return "."
-
-
-PLACES = {
-    "below a file": (_a_file, r"file is not a folder"),
-    "a long name": (lambda here: "{here}/" + "x" * 250, "File name too long"),
-    "a longer name": (lambda here: "{here}/" + "x" * 300, "File name too long"),
-    "where nobody can write": (lambda here: "/proc/out", "no such file can be made in /proc"),
-    "here": (_the_working_directory, "OUT=. is the folder that this command runs in"),
-    "a disk": (lambda here: "/proc", "OUT=/proc is where a disk is mounted"),
-}
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_place_where_no_folder_can_be_made_is_refused_before_the_work(place, root, tmp_path, monkeypatch):
-    make, said = PLACES[place]
-    monkeypatch.chdir(tmp_path)
-    out = make(tmp_path).format(here=tmp_path)
-    monkeypatch.setattr(source.StoredModel, "open", None)
-    before = sorted(tmp_path.iterdir())
-    with pytest.raises(InputError, match=said):
-        export_of(root, tmp_path, out=out)
-    assert sorted(tmp_path.iterdir()) == before
-
-
-@pytest.mark.parametrize("there", [True, False])
-def test_a_link_stays_and_leads_to_the_new_folder(there, root, tmp_path, monkeypatch):
-    """A tilde is the home folder, for the run too."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    link, target = tmp_path / "link", tmp_path / "disk" / "out"
-    link.symlink_to(target)
-    if there:
-        target.mkdir(parents=True)
-    run = os.path.relpath(root / "tuned", tmp_path)
-    assert export(ExportOptions(run=f"~/{run}", out="~/link", verify=False)).folder == link
-    assert link.is_symlink() and (target / "config.json").is_file()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link"] and [*target.parent.iterdir()] == [target]
-
-
-@pytest.mark.parametrize("too_large", ["weights", "tokenizer"])
-def test_a_full_disk_is_one_line_and_leaves_nothing(too_large, root, tmp_path, monkeypatch):
-    """No file may be larger than 1000 bytes; the libraries that write the largest ones have exceptions of their own for that."""
-    write_run(tmp_path / "run", student(MIXERS["tuned"], num_layers=1), root / "teacher")
-    if too_large == "tokenizer":
-        monkeypatch.setattr(to_hf, "save_pretrained", lambda *arguments, **keywords: None)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        with pytest.raises(RunError, match=r"^cannot write .*/out: File too large$"):
-            export_of(tmp_path, tmp_path, "run")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
-def test_a_failure_leaves_the_folder_that_was_there(root, tmp_path, monkeypatch):
-    export_of(root, tmp_path, verify=False)
-    before = (tmp_path / "out" / "model.safetensors").read_bytes()
-    monkeypatch.setattr(to_hf, "save_pretrained", _with_faulty_tensors(_swap_heads))
-    with pytest.raises(RunError):
-        export_of(root, tmp_path, overwrite=True)
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_a_rename_that_fails_leaves_the_folder_that_was_there(root, tmp_path, monkeypatch):
-    before = (export_of(root, tmp_path, verify=False).folder / "model.safetensors").read_bytes()
-    rename = Path.rename
-
-    def failing(path, target):
-        if Path(target).name == "out" and not path.name.startswith(".old"):
-            raise OSError(errno.EIO, "Input/output error")
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(RunError, match=r"cannot write .*out: Input/output error"):
-        export_of(root, tmp_path, name="paper", overwrite=True, verify=False)
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_a_kill_between_the_renames_loses_no_model(root, tmp_path):
-    """The next start puts the old one back, and replaces it only if it is asked to."""
-    folder = export_of(root, tmp_path, verify=False).folder
-    before = (folder / "model.safetensors").read_bytes()
-    folder.rename(tmp_path / ".old-out")
-    with pytest.raises(InputError, match=r"holds a model already.*--overwrite"):
-        export_of(root, tmp_path, verify=False)
-    assert (folder / "model.safetensors").read_bytes() == before
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_the_tokenizer_must_be_at_hand_and_the_runs(root, tmp_path):

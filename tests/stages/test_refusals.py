@@ -91,17 +91,6 @@ def test_a_teacher_that_has_gone_is_asked_for(inputs, made, refused, tmp_path):
     assert "the teacher of --init_from" in line and "give --teacher" in line
 
 
-def test_a_relative_teacher_is_found_from_another_folder(inputs, made, options, tmp_path, monkeypatch):
-    """Stage 1 was started above its run with `--teacher teachers/small`; stage 2 is started elsewhere."""
-    run = Path(shutil.copytree(made("tuned-1-zero1"), tmp_path / "project" / "runs" / "stage1"))
-    teacher = shutil.copytree(inputs / TEACHER, tmp_path / "project" / "teachers" / "small")
-    for manifest in run.glob("checkpoints/*/checkpoint.json"):
-        manifest.write_text(manifest.read_text().replace(str(inputs / TEACHER), "teachers/small"))
-    monkeypatch.chdir(tmp_path)
-    plan = plan_stage2(Stage2Options(**options(2, init_from=str(run))))
-    assert Path(plan.weights).resolve() == Path(teacher).resolve()
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -1,11 +1,15 @@
 """A run of either stage that was interrupted ends, bit for bit, as one that was not."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
+from megahedge.config.options import Stage2Options
+from megahedge.stages.stage2 import plan_stage2
 from tests.stages.conftest import FAST_RESUMED, SLOW_RESUMED, names_of
-from tests.stages.runs import HALF, STEPS
+from tests.stages.runs import HALF, STEPS, TEACHER
 from tests.training.runs import assert_same_end, checkpoint_at, differing
 
 
@@ -36,3 +40,16 @@ def test_a_run_is_not_resumed_with_another_teacher(name, unbroken, made):
     assert made.outcomes[name].error.startswith("InputError: ")
     assert not (run / "checkpoints" / f"step-{STEPS:08d}").exists()
     assert differing(checkpoint_at(run, HALF), checkpoint_at(made(unbroken), HALF)) == []
+
+
+@pytest.mark.parametrize("start", ["tuned-1-zero1", "tuned-2-zero1"])
+def test_a_relative_teacher_is_found_from_another_folder(start, inputs, made, options, tmp_path, monkeypatch):
+    """The run was started two folders above itself with `teachers/small`; stage 2 starts from it, or it goes on, somewhere else."""
+    run = Path(shutil.copytree(made(start), tmp_path / "project" / "runs" / "mine"))
+    teacher = shutil.copytree(inputs / TEACHER, tmp_path / "project" / "teachers" / "small")
+    for manifest in run.glob("checkpoints/*/checkpoint.json"):
+        manifest.write_text(manifest.read_text().replace(str(inputs / TEACHER), "teachers/small"))
+    monkeypatch.chdir(tmp_path)
+    changes = {"init_from": str(run)} if start == "tuned-1-zero1" else {"init_from": "gone", "resume": True, "output_dir": str(run)}
+    plan = plan_stage2(Stage2Options(**options(2, **changes)))
+    assert Path(plan.weights).resolve() == Path(teacher).resolve()
