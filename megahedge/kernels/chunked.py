@@ -1,7 +1,7 @@
 """Scan by matrix products over chunks of tokens (chunks.py), for decays that the channels of V share.
 
 The chunks are worked off in segments, one after the other, so that the memory beyond inputs and outputs does not grow with seq_len:
-the backward keeps the inputs and the state before each segment, and computes the rest of a segment again.
+the backward keeps the inputs and the states between segments, and computes the rest of a segment again.
 """
 
 # b batch, t seq_len, h num_local_heads, n state_size, p head_dim, c number of chunks, T tokens of a chunk, q columns of X
@@ -17,8 +17,14 @@ from megahedge.kernels.chunks import Chunks, Decay, Documents
 from megahedge.kernels.problem import Backend, Problem, ScanInputs, ScanOutputs
 
 CHUNK_SIZE = 64
-SEGMENT_ROWS = {"cpu": 1 << 13, "cuda": 1 << 17}
-"""About how many tokens, times heads and sequences, are worked on at a time, by the type of the device."""
+SEGMENT_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
+"""About how many elements of C are worked on at a time, by the type of the device.
+
+Products of matrices that come from memory take twice as long as from the cache, which should hold some ten tensors of that size.
+"""
+
+Segment = tuple[slice, slice]
+"""Some sequences, and some of their tokens: whole chunks but for the last segment."""
 
 
 def run(inputs: ScanInputs) -> ScanOutputs:
@@ -45,13 +51,15 @@ class _ChunkedScan(torch.autograd.Function):
         sequence = Sequence(C, B, V, step, rate, boundaries, problem)
         outputs = [C.new_empty(*C.shape[:3], width) for width in (V.shape[-1], state.shape[-1] - V.shape[-1])]
         starts = []
-        for span in sequence.spans():
+        for stretch in sequence.stretches():
             starts.append(state)
-            chunks = sequence.chunks(span)
-            states = chunks.carry(state)
-            for whole, part in zip(outputs, chunks.outputs(states).tensor_split((V.shape[-1],), dim=-1), strict=True):
-                whole[:, span] = _join(part, span)
-            state = states[-1].clone()
+            state = torch.empty_like(state)
+            for segment in stretch:
+                chunks = sequence.chunks(segment)
+                states = chunks.carry(starts[-1][segment[0]])
+                for whole, part in zip(outputs, chunks.outputs(states).tensor_split((V.shape[-1],), dim=-1), strict=True):
+                    _store(part, whole, segment)
+                state[segment[0]] = states[-1]
         ctx.save_for_backward(C, B, V, step, rate, boundaries, *starts)
         ctx.problem = problem
         return *outputs, state
@@ -64,12 +72,14 @@ class _ChunkedScan(torch.autograd.Function):
         need_X = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
         gradients = Gradients(sequence, need_X)
         with torch.autocast(C.device.type, enabled=False):
-            for span, start in reversed(list(zip(sequence.spans(), starts, strict=True))):
-                chunks = sequence.chunks(span)
-                slopes = sequence.split(torch.cat((grad_numerator[:, span], grad_denominator[:, span]), dim=-1))
-                adjoints = chunks.carry_back(slopes, adjoint)
-                gradients.add(span, *chunks.gradients(chunks.carry(start), slopes, adjoints, need_X))
-                adjoint = adjoints[0].clone()
+            for stretch, start in reversed(list(zip(sequence.stretches(), starts, strict=True))):
+                after, adjoint = adjoint, torch.empty_like(adjoint)
+                for segment in stretch:
+                    chunks = sequence.chunks(segment)
+                    slopes = torch.cat([sequence.cut(x[segment]) for x in (grad_numerator, grad_denominator)], dim=-1)
+                    adjoints = chunks.carry_back(slopes, after[segment[0]])
+                    gradients.add(segment, *chunks.gradients(chunks.carry(start[segment[0]]), slopes, adjoints, need_X))
+                    adjoint[segment[0]] = adjoints[0]
         return gradients.C, gradients.B, gradients.V, gradients.step, gradients.rate, adjoint, None, None
 
 
@@ -96,45 +106,50 @@ class Sequence:
         """CHUNK_SIZE, or the next power of two above a shorter sequence."""
         return min(CHUNK_SIZE, 1 << (self.C.shape[1] - 1).bit_length())
 
-    def spans(self) -> list[slice]:
-        """The segments, whole chunks but for the last."""
-        batch, seq_len, heads, _ = self.C.shape
-        rows = SEGMENT_ROWS.get(self.C.device.type, SEGMENT_ROWS["cuda"])
-        size = max(1, rows // (batch * heads * self.chunk_size)) * self.chunk_size
-        return [slice(start, min(start + size, seq_len)) for start in range(0, seq_len, size)]
+    def stretches(self) -> list[list[Segment]]:
+        """All segments, those of the same tokens together."""
+        batch, seq_len, heads, state_size = self.C.shape
+        elements = SEGMENT_ELEMENTS.get(self.C.device.type, SEGMENT_ELEMENTS["cuda"])
+        chunks = max(1, elements // (heads * self.chunk_size * state_size))
+        sequences = [slice(first, first + chunks) for first in range(0, batch, chunks)]
+        size = max(1, chunks // batch) * self.chunk_size
+        return [[(part, slice(start, min(start + size, seq_len))) for part in sequences] for start in range(0, seq_len, size)]
 
-    def split(self, x: Tensor) -> Tensor:
-        """[b, t, h, d] of a segment -> [c, b, h, T, d].  The last chunk is filled up with zeros: tokens that add and decay nothing."""
+    def cut(self, x: Tensor) -> Tensor:
+        """View of a segment [b, t, h, d], [c, b, h, T, d].  A last chunk is filled up with zeros: tokens that add and decay nothing."""
         missing = -x.shape[1] % self.chunk_size
         x = pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
-        return x.unflatten(1, (-1, self.chunk_size)).permute(1, 0, 3, 2, 4).contiguous()
+        return x.unflatten(1, (-1, self.chunk_size)).permute(1, 0, 3, 2, 4)
 
-    def chunks(self, span: slice) -> Chunks:
+    def split(self, x: Tensor) -> Tensor:
+        """The same for products of matrices, which read one head after the other."""
+        return self.cut(x).contiguous()
+
+    def chunks(self, segment: Segment) -> Chunks:
         """A segment, steps multiplied in."""
-        C, B = self.split(self.C[:, span]), self.split(self.B[:, span])
+        C, B = self.split(self.C[segment]), self.split(self.B[segment])
         if self.problem.step_axis == "state":
-            B = B * self.split(self.step[:, span])
-        decay = None if self.rate is None else Decay.of(self.decay_step(span), self.rate.unsqueeze(-2))
-        starts = None if self.boundaries is None else self.split(self.boundaries[:, span, None, None])
-        return Chunks(C, B, self.columns(span), decay, None if starts is None else Documents.of(starts))
+            B = B * self.split(self.step[segment])
+        decay = None if self.rate is None else Decay.of(self.decay_step(segment), self.rate.unsqueeze(-2))
+        starts = None if self.boundaries is None else self.split(self.boundaries[segment][..., None, None])
+        return Chunks(C, B, self.columns(segment), decay, None if starts is None else Documents.of(starts))
 
-    def columns(self, span: slice) -> Tensor:
+    def columns(self, segment: Segment) -> Tensor:
         """What a segment's states take in, [c, b, h, T, q]: V and 1 for the denominator, times a step that is the same for all n."""
-        X = self.split(self.V[:, span])
-        unit = self.split(self.step[:, span]) if self.scales_columns else X.new_ones(()).expand(*X.shape[:-1], 1)
+        X = self.cut(self.V[segment])
+        unit = self.cut(self.step[segment]) if self.scales_columns else X.new_ones(()).expand(*X.shape[:-1], 1)
         if self.scales_columns:
             X = X * unit
-        return torch.cat((X, unit), dim=-1) if self.problem.normalize else X
+        return torch.cat((X, unit), dim=-1) if self.problem.normalize else X.contiguous()
 
     @property
     def scales_columns(self) -> bool:
         """Whether the step goes into the columns; else it goes into B, if there is one."""
         return self.problem.step_axis in ("shared", "channel")
 
-    def decay_step(self, span: slice) -> Tensor:
+    def decay_step(self, segment: Segment) -> Tensor:
         """The step in the decay, [c, b | 1, h | 1, T, 1 | n]."""
-        step = self.V.new_ones(1, self.V.shape[1], 1, 1) if self.step is None else self.step
-        return self.split(step[:, span])
+        return self.split(self.V.new_ones(1, segment[1].stop - segment[1].start, 1, 1) if self.step is None else self.step[segment])
 
 
 class Gradients:
@@ -147,25 +162,25 @@ class Gradients:
         self.step = None if sequence.step is None else torch.zeros_like(sequence.step, memory_format=torch.contiguous_format)
         self.rate = None if sequence.rate is None else torch.zeros_like(sequence.rate)
 
-    def add(self, span: slice, C: Tensor, B: Tensor, X: Tensor | None, decay_step: Tensor | None, rate: Tensor | None) -> None:
+    def add(self, segment: Segment, C: Tensor, B: Tensor, X: Tensor | None, decay_step: Tensor | None, rate: Tensor | None) -> None:
         """Those that a segment's Chunks give: of C, B and X, steps multiplied in, and of step and rate in the decay."""
         sequence = self.sequence
-        self.C[:, span] = _join(C, span)
-        step = None if sequence.step is None else sequence.split(sequence.step[:, span])
+        _store(C, self.C, segment)
+        step = None if sequence.step is None else sequence.split(sequence.step[segment])
         grad_step = decay_step
         if sequence.problem.step_axis == "state":
-            grad_step = _sum_of(grad_step, (B * sequence.split(sequence.B[:, span])))
+            grad_step = _sum_of(grad_step, (B * sequence.split(sequence.B[segment])))
             B = B * step
-        self.B[:, span] = _join(B, span)
+        _store(B, self.B, segment)
         if X is not None:
             V, unit = X.split((sequence.V.shape[-1], X.shape[-1] - sequence.V.shape[-1]), dim=-1)
             if sequence.scales_columns:
-                by_V = (V * sequence.split(sequence.V[:, span])).sum_to_size(step.shape)
+                by_V = (V * sequence.split(sequence.V[segment])).sum_to_size(step.shape)
                 grad_step = _sum_of(grad_step, by_V + unit if sequence.problem.normalize else by_V)
                 V = V * step
-            self.V[:, span] = _join(V, span)
+            _store(V, self.V, segment)
         if step is not None and grad_step is not None:
-            self.step[:, span] = _join(grad_step, span)
+            _store(grad_step, self.step, segment)
         if rate is not None:
             self.rate += rate.squeeze(-2)
 
@@ -174,9 +189,13 @@ def _sum_of(a: Tensor | None, b: Tensor) -> Tensor:
     return b if a is None else a + b
 
 
-def _join(x: Tensor, span: slice) -> Tensor:
-    """[c, b, h, T, d] -> [b, t, h, d], a segment's view without what filled it up."""
-    return x.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, : span.stop - span.start]
+def _store(x: Tensor, whole: Tensor, segment: Segment) -> None:
+    """Put a segment's x [c, b, h, T, d], less what filled it up, into whole [b, t, h, d]."""
+    x, target = x.permute(1, 0, 3, 2, 4), whole[segment]
+    if x.shape[1] * x.shape[2] == target.shape[1]:
+        target.unflatten(1, x.shape[1:3]).copy_(x)
+    else:
+        target.copy_(x.flatten(1, 2)[:, : target.shape[1]])
 
 
 def supports(problem: Problem) -> str | None:

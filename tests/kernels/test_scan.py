@@ -185,7 +185,7 @@ def test_features_that_never_meet_give_finite_values_and_gradients(backend, case
 def test_small_denominators_keep_their_sign_and_have_no_gradient():
     denominator = torch.tensor([2.0, -2.0, 1e-7, -1e-7, 0.0, -0.0], requires_grad=True)
     numerator = torch.ones(6, requires_grad=True)
-    y = normalise(numerator, denominator, 1e-6)
+    y = normalise(numerator.clone(), denominator, 1e-6)
     torch.testing.assert_close(y, torch.tensor([0.5, -0.5, 1e6, -1e6, 1e6, 1e6]))
     y.sum().backward()
     torch.testing.assert_close(denominator.grad, torch.tensor([-0.25, -0.25, 0.0, 0.0, 0.0, 0.0]))

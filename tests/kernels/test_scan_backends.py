@@ -96,11 +96,12 @@ def test_long_sequences_lose_no_digits(backend):
     assert_close(run_backend(backend, case, torch.float32), run_backend("reference", case), FP32)
 
 
+@pytest.mark.parametrize("chunks", (4, 2, 1), ids="{} chunks".format)
 @pytest.mark.parametrize("largest_rate", (1.0, 3.0, 20.0), ids="rates up to {}".format)
 @pytest.mark.parametrize("case", [case for case in GRID if case.runnable_by("chunked")], ids=case_id)
-def test_chunked_is_right_over_several_segments(case, largest_rate, monkeypatch):
+def test_chunked_is_right_over_several_segments(case, largest_rate, chunks, monkeypatch):
     """Segments of two chunks, the last one cut short; decays that are split in the middle of a chunk, and in small blocks."""
-    monkeypatch.setitem(chunked.SEGMENT_ROWS, "cpu", 2 * 2 * 2 * chunked.CHUNK_SIZE)
+    monkeypatch.setitem(chunked.SEGMENT_ELEMENTS, "cpu", chunks * 2 * 3 * chunked.CHUNK_SIZE)
     case = dataclasses.replace(case, seq_len=200, state_size=3, head_dim=2, largest_rate=largest_rate)
     assert_close(run_backend("chunked", case), run_oracle(case), FP64)
     assert_close(run_backend("chunked", case, torch.float32), run_oracle(case), FP32)
