@@ -73,7 +73,7 @@ class _CompiledScan(torch.autograd.Function):
         numerator, denominator, h, z = torch.empty_like(x), torch.empty_like(x), h.clone(), z.clone()
         with _threads_of_torch() as sweeps:
             inputs = sweeps.Inputs(*_arrays(C, B, x, u, step, rate, resets))
-            sweeps.forward(inputs, *_arrays(h, z), CHECKPOINT_INTERVAL, *_arrays(numerator, denominator))
+            sweeps.forward(inputs, *_arrays(h, z, numerator, denominator))
         own = (C * B).sum(dim=-1, keepdim=True)  # a token reads itself apart from what it keeps, as in loop.py
         return numerator.addcmul_(own, x), denominator.addcmul_(own, u), h, z
 
@@ -84,15 +84,14 @@ class _CompiledScan(torch.autograd.Function):
         grad_numerator, grad_denominator = grad_numerator.contiguous(), grad_denominator.contiguous()
         adjoint_h, adjoint_z = (grad.clone(memory_format=torch.contiguous_format) for grad in (grad_h, grad_z))
         num_stretches = -(-C.shape[2] // CHECKPOINT_INTERVAL)
-        grads = [torch.zeros_like(tensor) for tensor in (C, B, x, u, h, step)]
-        grads.append(step.new_zeros(*step.shape[:2], num_stretches, *step.shape[3:]))
-        elapsed, grad_step = torch.empty_like(step), torch.empty_like(step)
+        grad_C, grad_B, grad_rate, rated = (torch.zeros_like(tensor) for tensor in (C, B, h, step))
+        grad_x, grad_u, grad_step, elapsed = (torch.empty_like(tensor) for tensor in (x, u, step, step))
+        ends = step.new_zeros(*step.shape[:2], num_stretches, *step.shape[3:])
         with _threads_of_torch() as sweeps:
             inputs = sweeps.Inputs(*_arrays(C, B, x, u, step, rate, resets))
             slopes = sweeps.Slopes(*_arrays(grad_numerator, grad_denominator, adjoint_h, adjoint_z))
-            gradients = sweeps.Gradients(*_arrays(*grads))
+            gradients = sweeps.Gradients(*_arrays(grad_C, grad_B, grad_x, grad_u, grad_rate, rated, ends))
             sweeps.backward(inputs, slopes, *_arrays(h, z), CHECKPOINT_INTERVAL, *_arrays(elapsed), gradients, *_arrays(grad_step))
-        grad_C, grad_B, grad_x, grad_u, grad_rate, *_ = grads
         own = (grad_numerator * x + grad_denominator * u).sum(dim=-1, keepdim=True)
         products = (C * B).sum(dim=-1, keepdim=True)
         grad_x.addcmul_(products, grad_numerator)

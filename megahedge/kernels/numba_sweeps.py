@@ -16,6 +16,8 @@ from numba.extending import overload
 
 _LANES = 16
 """Of a head that are worked on by one thread; a head's gradients are added up by one."""
+_WALK = 128
+"""Tokens that a lane walks along before the next lane does: their C and B stay in the cache, and each walk costs a few copies."""
 
 # Sums over n may be taken in any order, which vector instructions need; NaN and infinity keep their meaning.
 _FAST = {"reassoc", "contract", "nsz"}
@@ -56,7 +58,7 @@ class Slopes(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What the two sweeps fill; zero before."""
+    """What the two sweeps fill; all but x and u are zero before."""
 
     C: np.ndarray
     """But for what a token gives to itself, [b, h, t, n]; so are B, x and u."""
@@ -196,12 +198,12 @@ def _exponents(rate):
 
 
 @_inner
-def _scan_lane(inputs, b, h, p, stretch, states, totals, numerator, denominator):
+def _scan_lane(inputs, b, h, p, walk, states, totals, numerator, denominator):
     C, B, x, u = inputs.C, inputs.B, inputs.x, inputs.u
     exponent = _exponents(inputs.rate[h, p])
     state, total = np.zeros(C.shape[3], C.dtype), np.zeros(C.shape[3], C.dtype)
     state[:], total[:] = states[b, h, p], totals[b, h, p]
-    for t in range(*stretch):
+    for t in range(*walk):
         if inputs.resets[b, t]:
             state[:], total[:] = 0, 0
         step = _of_lane(inputs.step, b, h, t, p)
@@ -219,26 +221,29 @@ def _scan_lane(inputs, b, h, p, stretch, states, totals, numerator, denominator)
 
 
 @_inner
-def _stretch(number, interval, seq_len):
-    """First token of a stretch, and the one after its last."""
-    return number * interval, min((number + 1) * interval, seq_len)
+def _walk(number, seq_len):
+    """First token of a walk, and the one after its last."""
+    return number * _WALK, min((number + 1) * _WALK, seq_len)
+
+
+@_inner
+def _ends_stretch(t, interval, seq_len):
+    """Whether the token is the last of a stretch."""
+    return (t + 1) % interval == 0 or t + 1 == seq_len
 
 
 @_over_lanes
-def forward(inputs, state, total, interval, numerator, denominator):
-    """Fill numerator and denominator [b, h, t, p] with what each token reads of those before it; the states [b, h, p, n] move on.
-
-    All lanes of a block walk a stretch of `interval` tokens before the next one, so that its C and B are at hand for each of them.
-    """
+def forward(inputs, state, total, numerator, denominator):
+    """Fill numerator and denominator [b, h, t, p] with what each token reads of those before it; the states [b, h, p, n] move on."""
     num_sequences, num_heads, head_dim, _ = state.shape
     seq_len = inputs.C.shape[2]
     num_blocks = -(-head_dim // _LANES)
     for block in numba.prange(num_sequences * num_heads * num_blocks):
         b, h = block // (num_heads * num_blocks), block // num_blocks % num_heads
         first = block % num_blocks * _LANES
-        for number in range(-(-seq_len // interval)):
+        for number in range(-(-seq_len // _WALK)):
             for p in range(first, min(first + _LANES, head_dim)):
-                _scan_lane(inputs, b, h, p, _stretch(number, interval, seq_len), state, total, numerator, denominator)
+                _scan_lane(inputs, b, h, p, _walk(number, seq_len), state, total, numerator, denominator)
 
 
 @_inner
@@ -251,26 +256,28 @@ def _sum_steps(step, resets, b, h, interval, elapsed):
 
 
 @_inner
-def _sweep_forwards(inputs, slopes, elapsed, b, h, p, stretch, states, last, gradients):
-    """The states [2, n] of a lane move on through a stretch again, and all that follows from them.
+def _sweep_forwards(inputs, slopes, elapsed, b, h, p, walk, interval, states, last, gradients):
+    """The states [2, n] of a lane walk along the sequence again, and all that follows from them.
 
-    last [2, n] takes what is left of them at the last token, before that token adds to them.
+    last [s, 2, n] takes what is left of them at the last token of each stretch, before that token adds to them.
     """
     C, B, x, u = inputs.C, inputs.B, inputs.x, inputs.u
     state_size, rate = C.shape[3], inputs.rate[h, p]
     exponent, row, grad_rate = _exponents(rate), np.zeros(state_size, C.dtype), np.zeros(state_size, C.dtype)
     state, total = np.zeros(state_size, C.dtype), np.zeros(state_size, C.dtype)
     state[:], total[:], grad_rate[:] = states[0], states[1], gradients.rate[b, h, p]
-    for t in range(*stretch):
+    left, left_total = np.zeros(state_size, C.dtype), np.zeros(state_size, C.dtype)
+    for t in range(*walk):
         if inputs.resets[b, t]:
             state[:], total[:] = 0, 0
         step, since = _of_lane(inputs.step, b, h, t, p), _of_lane(elapsed, b, h, t, p)
         queries, keys, new, unit = C[b, h, t], B[b, h, t], x[b, h, t, p], u[b, h, t, p]
         slope, slope_total, grad_queries = slopes.numerator[b, h, t, p], slopes.denominator[b, h, t, p], gradients.C[b, h, t]
-        if t + 1 == stretch[1]:
+        if _ends_stretch(t, interval, C.shape[2]):
             for n in range(state_size):
                 decay = _exp2(exponent[n] * _at(step, n))
-                last[0, n], last[1, n] = decay * state[n], decay * total[n]
+                left[n], left_total[n] = decay * state[n], decay * total[n]
+            last[t // interval, 0], last[t // interval, 1] = left, left_total
         rated = _nothing(row, step)
         for n in range(state_size):
             decay = _exp2(exponent[n] * _at(step, n))
@@ -288,26 +295,30 @@ def _sweep_forwards(inputs, slopes, elapsed, b, h, p, stretch, states, last, gra
 
 
 @_inner
-def _sweep_backwards(inputs, slopes, elapsed, b, h, p, number, stretch, last, gradients):
-    """The adjoint states of a lane in the stretch of that number, and all that follows; last as `_sweep_forwards` has left it."""
+def _sweep_backwards(inputs, slopes, elapsed, b, h, p, walk, interval, last, gradients):
+    """The adjoint states of a lane walk back, and all that follows; last as `_sweep_forwards` has left it."""
     C, B, x, u = inputs.C, inputs.B, inputs.x, inputs.u
     state_size, rate = C.shape[3], inputs.rate[h, p]
     exponent, row, grad_rate = _exponents(rate), np.zeros(state_size, C.dtype), np.zeros(state_size, C.dtype)
     adjoint, adjoint_total = np.zeros(state_size, C.dtype), np.zeros(state_size, C.dtype)
     adjoint[:], adjoint_total[:], grad_rate[:] = slopes.h[b, h, p], slopes.z[b, h, p], gradients.rate[b, h, p]
-    since, rated = _of_lane(elapsed, b, h, stretch[1] - 1, p), _nothing(row, _of_lane(inputs.step, b, h, stretch[0], p))
-    for n in range(state_size):
-        term = adjoint[n] * last[0, n] + adjoint_total[n] * last[1, n]
-        grad_rate[n] -= _at(since, n) * term
-        rated = _gather(rated, n, rate[n] * term)
-    _add_to_lane(gradients.ends, b, h, number, p, rated)
+    left, left_total = np.zeros(state_size, C.dtype), np.zeros(state_size, C.dtype)
     # As a descending range the vectorised loop would not be run: its check for overlaps, made once for all tokens, wants them ascending.
-    for t in np.arange(*stretch)[::-1]:
+    for t in np.arange(*walk)[::-1]:
         step, since = _of_lane(inputs.step, b, h, t, p), _of_lane(elapsed, b, h, t, p)
         queries, keys, new, unit = C[b, h, t], B[b, h, t], x[b, h, t, p], u[b, h, t, p]
         slope, slope_total, grad_keys = slopes.numerator[b, h, t, p], slopes.denominator[b, h, t, p], gradients.B[b, h, t]
         grad_new, grad_unit = C.dtype.type(0), C.dtype.type(0)
-        counted = C.dtype.type(0 if t + 1 == stretch[1] else 1)  # the last token's own input is not in `last`
+        counted = C.dtype.type(1)
+        if _ends_stretch(t, interval, C.shape[2]):
+            counted = C.dtype.type(0)  # the token's own input is not in `last`
+            rated = _nothing(row, step)
+            left[:], left_total[:] = last[t // interval, 0], last[t // interval, 1]
+            for n in range(state_size):
+                term = adjoint[n] * left[n] + adjoint_total[n] * left_total[n]
+                grad_rate[n] -= _at(since, n) * term
+                rated = _gather(rated, n, rate[n] * term)
+            _add_to_lane(gradients.ends, b, h, t // interval, p, rated)
         rated = _nothing(row, step)
         for n in range(state_size):
             decay = _exp2(exponent[n] * _at(step, n))
@@ -335,8 +346,7 @@ def _sum_rated(rated, ends, resets, b, h, interval, grad_step):
     seq_len = rated.shape[2]
     for t in range(seq_len - 1, -1, -1):
         for m in range(len(running)):
-            ends_stretch = (t + 1) % interval == 0 or t + 1 == seq_len
-            after = ends[b, h, t // interval, m] if ends_stretch else running[m]
+            after = ends[b, h, t // interval, m] if _ends_stretch(t, interval, seq_len) else running[m]
             running[m] = 0 if resets[b, t] else after + rated[b, h, t, m]
             grad_step[b, h, t, m] = -running[m]
 
@@ -351,14 +361,13 @@ def backward(inputs, slopes, state, total, interval, elapsed, gradients, grad_st
         _sum_steps(_numbers(inputs.step), inputs.resets, b, h, interval, _numbers(elapsed))
         states = np.empty((head_dim, 2, state_size), state.dtype)
         states[:, 0], states[:, 1] = state[b, h], total[b, h]
-        last = np.empty((num_stretches, head_dim, 2, state_size), state.dtype)
-        for number in range(num_stretches):
-            stretch = _stretch(number, interval, seq_len)
+        last = np.empty((head_dim, num_stretches, 2, state_size), state.dtype)
+        num_walks = -(-seq_len // _WALK)
+        for number in range(num_walks):
             for p in range(head_dim):
-                _sweep_forwards(inputs, slopes, elapsed, b, h, p, stretch, states[p], last[number, p], gradients)
-        for number in np.arange(num_stretches)[::-1]:
-            stretch = _stretch(number, interval, seq_len)
+                _sweep_forwards(inputs, slopes, elapsed, b, h, p, _walk(number, seq_len), interval, states[p], last[p], gradients)
+        for number in np.arange(num_walks)[::-1]:
             for p in range(head_dim):
-                _sweep_backwards(inputs, slopes, elapsed, b, h, p, number, stretch, last[number, p], gradients)
+                _sweep_backwards(inputs, slopes, elapsed, b, h, p, _walk(number, seq_len), interval, last[p], gradients)
         rated, ends = _numbers(gradients.rated), _numbers(gradients.ends)
         _sum_rated(rated, ends, inputs.resets, b, h, interval, _numbers(grad_step))
