@@ -38,6 +38,7 @@ setup(
         "eval": ["lm-eval>=0.4.13"],
         "sentencepiece": ["sentencepiece"],
         "wandb": ["wandb"],
-        "dev": ["lm-eval>=0.4.13", "accelerate", "numba", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "wandb"],
+        "plot": ["matplotlib"],
+        "dev": ["lm-eval>=0.4.13", "accelerate", "matplotlib", "numba", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "wandb"],
     },
 )

@@ -7,6 +7,7 @@ import os
 import socket
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ TIMEOUT = datetime.timedelta(hours=1)
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process has terminated")
 """What gloo and NCCL say of a rank that has died."""
+SHARED_MEMORY = Path("/dev/shm")
 FOR_USERS = (InputError, RunError)
 DISK_ERRORS = (OSError, SafetensorError)  # safetensors tells of a full disk by an exception of its own
 
@@ -50,7 +52,19 @@ def init_distributed(tp_size: int) -> Topology:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = "another job has this port" if "EADDRINUSE" in str(error) else str(error).splitlines()[0]
         raise InputError(f"the ranks cannot meet at {address}: {reason}; give the launcher another --master_port") from None
+    if backend == "gloo":
+        _unname_shared_buffer()
     return Topology.create(tp_size)
+
+
+def _unname_shared_buffer() -> None:
+    """Let the buffer of DeepSpeed's reductions on a CPU, 67 MB of shared memory a rank, go with the processes that have opened it.
+
+    Its name alone would keep it, and the memory with it, where a rank is killed.
+    """
+    dist.barrier()  # all ranks have opened it by now
+    address = "_".join((str(os.getuid()), *(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")), str(dist.get_rank())))
+    (SHARED_MEMORY / f"deepspeed_allreduce_buffer_{address}").unlink(missing_ok=True)
 
 
 def _complete_environment() -> None:

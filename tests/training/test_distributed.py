@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from megahedge.checkpoint.store import CheckpointWriter
 from megahedge.training.checkpointing import find_checkpoint
-from megahedge.training.distributed import LAUNCHER_VARIABLES, init_distributed, on_first_rank
+from megahedge.training.distributed import LAUNCHER_VARIABLES, SHARED_MEMORY, init_distributed, on_first_rank
 from megahedge.utils.errors import InputError, RunError
 from tests.distributed import run_distributed
 
@@ -130,3 +130,21 @@ def test_a_process_without_a_launcher_is_a_job_of_one(environment):
         init_distributed(2)
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "1")
     assert os.environ.keys() >= set(LAUNCHER_VARIABLES)
+
+
+def _buffers_and_sum() -> tuple[list[str], float]:
+    """Names of DeepSpeed's buffers that are left once a rank has joined, and what a reduction by way of them then gives."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", RANK=str(dist.get_rank()), WORLD_SIZE="2", LOCAL_RANK=str(dist.get_rank()))
+    init_distributed(tp_size=1)
+    import deepspeed.comm
+
+    dist.barrier()
+    left = [path.name for path in SHARED_MEMORY.glob("deepspeed_allreduce_buffer_*_127.0.0.1_1_*")]
+    numbers = torch.full((4,), 1.0 + dist.get_rank())
+    deepspeed.comm.inference_all_reduce(numbers)
+    return left, float(numbers[0])
+
+
+def test_a_rank_that_is_killed_leaves_no_shared_memory():
+    """The buffers have no names once all ranks have opened them, and work as before."""
+    assert run_distributed(_buffers_and_sum, 2) == [([], 3.0)] * 2
