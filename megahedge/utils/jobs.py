@@ -2,11 +2,13 @@
 
 import concurrent.futures
 import contextlib
+import ctypes
 import dataclasses
 import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -42,6 +44,11 @@ class Job:
         """Figures of the run where it has ended, by its budget or by divergence; None where it has not."""
         path = self.folder / "summary.json"
         return read_json_object(path) if path.is_file() else None
+
+    def seconds(self) -> float:
+        """Wall time of all starts of it so far that have not been killed from outside."""
+        path = self.beside(".seconds.json")
+        return read_json_object(path)["seconds"] if path.is_file() else 0.0
 
     def beside(self, suffix: str) -> Path:
         """A file that belongs to the run folder and lies next to it."""
@@ -99,16 +106,30 @@ def _passing_signals_on(running: set[subprocess.Popen]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+_PR_SET_PDEATHSIG = 1
+_prctl = getattr(ctypes.CDLL(None), "prctl", None)
+
+
+def _stop_with_parent() -> None:
+    """Let the kernel tell this process to save and end where its parent is killed; it would else keep its folder from the next start."""
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def _run(job: Job, running: set[subprocess.Popen]) -> dict:
     if job.summary() is None:
         log = job.beside(".log")
         logger.info("running %s (output in %s)", job.folder, log)
+        start = time.monotonic()
         with log.open("a", encoding="utf-8") as handle:
             # in a session of its own: a Ctrl-C reaches it once, through us
-            process = subprocess.Popen(job.command(), stdout=handle, stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen(
+                job.command(), stdout=handle, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_stop_with_parent
+            )
             running.add(process)
             status = process.wait()
             running.discard(process)
+        write_json(job.beside(".seconds.json"), {"seconds": job.seconds() + time.monotonic() - start})
         if job.summary() is None:  # one that has diverged has figures, and a status of 1
             lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["(no output)"]
             raise RunError(f"{job.folder} ended with status {status}: {lines[-1].strip()} (all of it in {log})")

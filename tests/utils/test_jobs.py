@@ -68,7 +68,8 @@ def test_a_finished_run_of_unknown_options_is_not_taken_either(job):
         run_jobs([job("a", lr=0.1)])
 
 
-def test_a_stopped_start_stops_what_it_runs(job, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["stopped", "killed"])
+def test_a_start_that_ends_early_stops_what_it_runs(job, tmp_path, number):
     """And the next start goes on with it."""
     (tmp_path / "script.py").write_text(
         "import pathlib, signal, sys, time\n"
@@ -82,9 +83,10 @@ def test_a_stopped_start_stops_what_it_runs(job, tmp_path):
     start = [sys.executable, "-c", code, str(one.script), str(one.folder)]
     with subprocess.Popen(start, stderr=subprocess.PIPE, text=True) as process:
         wait_for(one.folder / "run.json")
-        process.send_signal(signal.SIGTERM)
-        assert "stopped by SIGTERM; what is unfinished goes on at the next start" in process.stderr.read()
-    assert (one.folder / "stopped").exists()
+        process.send_signal(number)
+        told = process.stderr.read()
+    assert number == signal.SIGKILL or "stopped by SIGTERM; what is unfinished goes on at the next start" in told
+    wait_for(one.folder / "stopped")
     assert one.command()[-1] == "--resume"
 
 
