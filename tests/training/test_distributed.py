@@ -134,7 +134,8 @@ def test_a_process_without_a_launcher_is_a_job_of_one(environment):
 
 def _buffers_and_sum() -> tuple[list[str], float]:
     """Names of DeepSpeed's buffers that are left once a rank has joined, and what a reduction by way of them then gives."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", RANK=str(dist.get_rank()), WORLD_SIZE="2", LOCAL_RANK=str(dist.get_rank()))
+    rank = str(dist.get_rank())  # LOCAL_SIZE, which the deepspeed launcher sets, makes DeepSpeed use the buffers
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", RANK=rank, WORLD_SIZE="2", LOCAL_RANK=rank, LOCAL_SIZE="2")
     init_distributed(tp_size=1)
     import deepspeed.comm
 
