@@ -12,7 +12,7 @@ LAYERS = [
     {"parallel", "kernels", "data"},
     {"models", "checkpoint"},
     {"distill", "export"},
-    {"evaluation"},
+    {"evaluation", "tables"},
     {"training"},
     {"stages"},
 ]

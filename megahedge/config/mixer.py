@@ -7,7 +7,7 @@ from typing import ClassVar
 from megahedge.utils.errors import InputError
 from megahedge.utils.words import either
 
-KINDS = ("softmax", "hedgehog", "hedge_mamba")
+KINDS = ("softmax", "hedgehog", "hedge_mamba", "mamba")
 ROPE_PLACES = ("before", "after")
 STEP_AXES = {"none": (), "head": ("head",), "state": ("state", "head"), "channel": ("channel", "state")}
 """By structure of the decay λ: what its step Δ may vary over besides the token."""
@@ -17,13 +17,14 @@ STEP_AXES = {"none": (), "head": ("head",), "state": ("state", "head"), "channel
 class MixerConfig:
     """A token mixer; the defaults of the switches are the paper's (Attention to Mamba, Listing 2).
 
-    What a kind has no use for is ignored: softmax attention looks at nothing here, `hedgehog` at the first group only.
+    What a kind has no use for is ignored: softmax attention looks at nothing here, `hedgehog` at the first group only, and `mamba` at
+    decay_rank and conv_kernel only.
     """
 
     FEATURE_MAP_FIELDS: ClassVar[tuple[str, ...]] = ("feature_map_per_head", "feature_map_scale", "rope", "normalizer_eps")
 
     kind: str = "softmax"
-    """softmax: the teacher; hedgehog: stage 1's linear attention; hedge_mamba: stage 2's."""
+    """softmax: the teacher; hedgehog: stage 1's linear attention; hedge_mamba: stage 2's; mamba: a baseline with nothing of these."""
 
     feature_map_per_head: bool = False
     """Each head has feature maps of its own instead of sharing the layer's."""
@@ -50,6 +51,8 @@ class MixerConfig:
     """Taps of the causal convolution on the mixer's input (0: no convolution)."""
     gate: bool = True
     """Multiply the scan's output by SiLU(x W + b)."""
+    bypass: bool = False
+    """Add x W + b of the layer's input to the scan's output: as many parameters as the gate, without its product."""
 
     def __post_init__(self):
         _one_of("kind", self.kind, KINDS)
@@ -74,12 +77,16 @@ class MixerConfig:
         """One line for people."""
         if self.kind == "softmax":
             return "softmax attention"
+        convolution = [f"convolution of {self.conv_kernel}"] if self.conv_kernel else []
+        if self.kind == "mamba":
+            return ", ".join([self.kind, "Mamba's own initialisation", *convolution])
         per_head = {True: "a head", False: "shared by the heads"}
         parts = [self.kind, f"feature maps {per_head[self.feature_map_per_head]}", f"RoPE {self.rope} them"]
         if self.kind == "hedge_mamba":
             if self.decay != "none":
                 parts.append(f"decay by {self.decay}, step by {self.decay_step}, {per_head[self.decay_per_head]}")
-            parts += [f"convolution of {self.conv_kernel}"] if self.conv_kernel else []
+            parts += convolution
+            parts += ["bypass"] if self.bypass else []
             parts += ["gate"] if self.gate else []
         return ", ".join(parts)
 

@@ -13,6 +13,8 @@ from megahedge.utils.errors import InputError
 from megahedge.utils.words import divisors, either
 
 RECIPES = ("paper", "tuned")
+STUDENT_MIXERS = ("hedge_mamba", "mamba")
+"""What stage 2 may put in place of attention."""
 MAX_LR = 1e6
 """Far beyond use; larger ones overflow fp32 inside AdamW."""
 
@@ -248,7 +250,10 @@ class FeatureMapOptions:
             raise InputError(f"--decay_step={values['decay_step']} is not known; use {either(known)}")
         if values.get("decay_step") == "auto":
             values["decay_step"] = values["decay"]
-        return MixerConfig(kind=kind, **values)
+        try:
+            return MixerConfig(kind=kind, **values)
+        except InputError as error:  # it begins with the field's name, which is the option's
+            raise InputError(f"--{error}") from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -295,6 +300,8 @@ class HedgeMambaOptions(FeatureMapOptions):
     """Taps of the causal convolution on the mixer's input (0: no convolution)."""
     gate: bool = True
     """Multiply the scan's output by SiLU(x W + b)."""
+    bypass: bool = False
+    """Add x W + b of the layer's input to the scan's output: as many parameters as the gate, without its product."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -303,6 +310,9 @@ class Stage2Options(RecipeOptions, HedgeMambaOptions, TrainOptions):
 
     section = "stage2"
 
+    mixer: str = "hedge_mamba"
+    """hedge_mamba, or mamba: the naive baseline, Mamba's own initialisation in place of attention (goes with --stage1_steps 0);
+    of the mixer's options it reads decay_rank and conv_kernel."""
     init_from: str | None = None
     """Run folder of stage 1, or one of its checkpoints."""
     stage1_steps: int | None = None
@@ -316,7 +326,7 @@ class Stage2Options(RecipeOptions, HedgeMambaOptions, TrainOptions):
     lr: float = 1e-5
     """Peak learning rate."""
     lr_new: float | None = None
-    """Peak learning rate of what stage 2 adds: decay, convolution and gate (default: --lr)."""
+    """Peak learning rate of what stage 2 adds: decay, convolution, gate and bypass, or all of a mamba (default: --lr)."""
     kd_alpha: float = 0.0
     """Share a of the loss (1 − a) · cross-entropy + a · KL(teacher ‖ student)."""
     kd_temperature: float = 1.0
@@ -334,10 +344,21 @@ class Stage2Options(RecipeOptions, HedgeMambaOptions, TrainOptions):
             self.stage1_steps is None or self.stage1_steps >= 0, f"--stage1_steps={self.stage1_steps} must be a whole number of at least 0"
         )
         _require(self.init_from is not None or self.teacher is not None, "--stage1_steps 0 needs a --teacher to start from")
+        _require(self.mixer in STUDENT_MIXERS, f"--mixer={self.mixer} is not known; use {either(STUDENT_MIXERS)}")
+        _require(
+            self.hands_over or self.init_from is None,
+            f"--mixer={self.mixer} starts afresh and takes over nothing that --init_from={self.init_from} has learnt; "
+            "give --stage1_steps 0 with --teacher instead",
+        )
         _require(self.lr_new is None or 0 < self.lr_new <= MAX_LR, f"--lr_new={self.lr_new} must be positive and at most {MAX_LR:g}")
         _require(0 <= self.kd_alpha <= 1, f"--kd_alpha={self.kd_alpha} must lie between 0 and 1")
         _require(0 < self.kd_temperature < math.inf, f"--kd_temperature={self.kd_temperature} must be positive and finite")
-        self.mixer_config("hedge_mamba")
+        self.mixer_config(self.mixer)
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether the student's mixers start as what was there before them; those of the naive baseline do not."""
+        return self.mixer == "hedge_mamba"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ class HedgeMambaConfig(PretrainedConfig):
     decay_per_head: each head has λ and Δ of its own.  decay_tie_signs: a feature and its negative share them.
     decay_init: the value that λ started from.  decay_rank: width between Δ's two maps (0: hidden_size / 16).
     conv_kernel: taps of the causal convolution in front (0: none).  gate: whether the output is multiplied by SiLU(x W + b).
+    bypass: whether x W + b of the mixer's input is added to the scan's output, before the gate.
     teacher, teacher_revision: the model with softmax attention that it learnt from: its name on the hub, or a folder, as `./…` from where
     the export was made; None for a folder elsewhere.
 
@@ -64,6 +65,7 @@ class HedgeMambaConfig(PretrainedConfig):
         decay_rank=0,
         conv_kernel=4,
         gate=True,
+        bypass=False,
         teacher=None,
         teacher_revision=None,
         **kwargs,
@@ -96,14 +98,15 @@ class HedgeMambaConfig(PretrainedConfig):
         self.decay_rank = decay_rank
         self.conv_kernel = conv_kernel
         self.gate = gate
+        self.bypass = bypass
         self.teacher = teacher
         self.teacher_revision = teacher_revision
         for name, known in CHOICES.items():
             matters = name != "decay_step" or decay != "none"
             if matters and getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not known; use one of {', '.join(known)}")
-        if mixer == "hedgehog" and (decay != "none" or conv_kernel or gate):
-            raise ValueError("mixer='hedgehog' has decay='none', conv_kernel=0 and gate=False")
+        if mixer == "hedgehog" and (decay != "none" or conv_kernel or gate or bypass):
+            raise ValueError("mixer='hedgehog' has decay='none', conv_kernel=0, gate=False and bypass=False")
         # tie_word_embeddings is a field of the base class in some versions of transformers and one of ours in others
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
         self.tie_word_embeddings = tie_word_embeddings

@@ -169,6 +169,15 @@ class Gate(nn.Linear):
         return F.silu(logits + GATE_OFFSET)
 
 
+class Bypass(nn.Linear):
+    """x W + b, which is added to the scan's output."""
+
+    def reset_parameters(self) -> None:
+        """0 for every x."""
+        init.zeros_(self.weight)
+        init.zeros_(self.bias)
+
+
 class HedgeMambaMixer(nn.Module):
     """What stands in place of attention: y = φ(q) h / φ(q) z, where h and z are sums of φ(k) ⊗ v and φ(k) that decay.
 
@@ -187,6 +196,7 @@ class HedgeMambaMixer(nn.Module):
         self.query_map, self.key_map = HedgehogMap(config), HedgehogMap(config)
         self.conv = CausalConv(config) if config.conv_kernel else None
         self.decay = Decay(config) if config.decay != "none" else None
+        self.bypass_proj = Bypass(d, d) if config.bypass else None
         self.gate_proj = Gate(d, d) if config.gate else None
 
     def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], lengths: Tensor | None, cache: HedgeMambaCache | None) -> Tensor:
@@ -200,10 +210,12 @@ class HedgeMambaMixer(nn.Module):
         if lengths is not None:  # what follows the real tokens adds nothing and lets nothing decay
             real = (torch.arange(x.shape[1], device=lengths.device) < lengths.unsqueeze(1))[..., None, None]
             B, step = B * real, None if step is None else step * real
-        mixed = self._scan(C, B, v, step, rate, cache)
+        mixed = self._scan(C, B, v, step, rate, cache).flatten(2)
+        if self.bypass_proj is not None:
+            mixed = mixed + self.bypass_proj(hidden)
         if self.gate_proj is not None:
-            mixed = mixed * self.gate_proj(hidden).unflatten(-1, (self.num_heads, self.head_dim)).to(mixed.dtype)
-        return self.dense(mixed.flatten(2))
+            mixed = mixed * self.gate_proj(hidden).to(mixed.dtype)
+        return self.dense(mixed)
 
     def _convolve(self, hidden: Tensor, lengths: Tensor | None, cache: HedgeMambaCache | None) -> Tensor:
         tail = None if cache is None else cache.conv_tails[self.layer_index]

@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput, logging
 
 from megahedge.export.cache import HedgeMambaCache, Packing
 from megahedge.export.configuration_hedge_mamba import HedgeMambaConfig
-from megahedge.export.mixer import CausalConv, Gate, HedgehogMap, HedgeMambaMixer, Rate, Step, rotary_angles
+from megahedge.export.mixer import Bypass, CausalConv, Gate, HedgehogMap, HedgeMambaMixer, Rate, Step, rotary_angles
 from megahedge.utils.labels import IGNORE_INDEX
 from megahedge.utils.precision import widen
 
@@ -107,7 +107,7 @@ class HedgeMambaPreTrainedModel(PreTrainedModel):
     _is_stateful = True  # the cache cannot be cut back, which speculative decoding would ask for
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, (HedgehogMap, CausalConv, Rate, Gate)):
+        if isinstance(module, (HedgehogMap, CausalConv, Rate, Bypass, Gate)):
             module.reset_parameters()
         elif isinstance(module, Step):
             module.reset_parameters(self.config.initializer_range)

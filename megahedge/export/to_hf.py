@@ -86,7 +86,7 @@ def export(options: ExportOptions) -> Export:
     """
     out = Path(os.path.expanduser(options.out))
     _check_place(out, options.overwrite)
-    stored = StoredModel.open(os.path.expanduser(options.run))
+    stored = _open_exportable(os.path.expanduser(options.run))
     tokenizer = _tokenizer(stored, options.tokenizer)
     dtype = _run_dtype(stored) if options.dtype == "auto" else options.dtype
     with disk_errors_explained(out), _folder_in_the_making(out, options.overwrite) as folder:
@@ -95,6 +95,17 @@ def export(options: ExportOptions) -> Export:
         with atomic_write(folder / "README.md", "w") as handle:
             handle.write(model_card(stored, Path(os.path.abspath(out)).name, dtype, agreement))
     return Export(out, stored, dtype, agreement)
+
+
+def _open_exportable(path: str | os.PathLike) -> StoredModel:
+    """A stored model of which there is a class of transformers.  Raises InputError for one of which there is none, or no model at all."""
+    stored = StoredModel.open(path)
+    if stored.config.mixer.kind == "mamba":
+        raise InputError(
+            f"{path} is the baseline with mixer=mamba, which exists for comparison: it is not exported and writes no text; score the run "
+            "itself with scripts/evaluate.py --model"
+        )
+    return stored
 
 
 def _tokenizer(stored: StoredModel, given: str | None) -> Any:
@@ -223,7 +234,7 @@ def _mixer_options(mixer: MixerConfig) -> dict:
     """MixerConfig's fields; those that the mixer has no use for say that there is nothing, or are left out."""
     options = dataclasses.asdict(mixer)
     renamed = {"mixer": options.pop("kind"), "feature_map": FEATURE_MAP, "rope_position": options.pop("rope")}
-    options |= {"decay": "none", "conv_kernel": 0, "gate": False} if mixer.kind == "hedgehog" else {}
+    options |= {"decay": "none", "conv_kernel": 0, "gate": False, "bypass": False} if mixer.kind == "hedgehog" else {}
     if options["decay"] == "none":  # without a decay the step has no axis: any word may stand there
         del options["decay_step"]
     return renamed | options
@@ -237,9 +248,9 @@ def build_hf_model(path: str | os.PathLike, dtype: torch.dtype = torch.float32, 
     """The model of a run or checkpoint as what its export would load as, and its tokenizer (None where it cannot be had).
 
     A student is a HedgeMambaForCausalLM that runs on this package's kernels; its `generate` costs the same for every token.
-    Raises InputError where there is no such checkpoint.
+    Raises InputError where there is no such checkpoint, or one of a mixer that transformers has no class for.
     """
-    stored = StoredModel.open(path)
+    stored = _open_exportable(path)
     model = _empty_model(stored.config, dtype, device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

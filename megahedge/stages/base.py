@@ -252,10 +252,19 @@ def _record(stage_type: type[Stage], plan: Plan) -> dict:
 
 def _check_same_run(checkpoint: Checkpoint, record: dict) -> None:
     """Refuse a checkpoint whose stage, model or data are not those that the options name now; they may lie elsewhere."""
+    before = checkpoint.record | {"model": _with_newer_fields(checkpoint.record.get("model"))}
     for key, now in record.items():
-        differing = _differences(_without_places(checkpoint.record.get(key)), _without_places(now), key)
+        differing = _differences(_without_places(before.get(key)), _without_places(now), key)
         if differing:
             raise InputError(f"--resume from {checkpoint.path}: {'; '.join(differing)}; use these again, or a new --output_dir")
+
+
+def _with_newer_fields(model: dict | None) -> dict | None:
+    """A recorded model with the fields that have come since, which it had at their defaults; as it is where that makes no model."""
+    try:
+        return dataclasses.asdict(ModelConfig.from_record(model))
+    except (KeyError, TypeError, InputError):
+        return model
 
 
 def _differences(before, now, name: str) -> list[str]:

@@ -1,6 +1,7 @@
 """Stage 2: each mixer becomes a HedgeMamba, and everything but the embeddings is fine-tuned on text.
 
 What it adds starts as identities, so that the student begins exactly where stage 1 ended; no step is taken before that is proven.
+The naive baseline, `--mixer mamba`, alone has nothing to hand over: its mixers start afresh.
 """
 
 import math
@@ -79,12 +80,16 @@ class Stage2(Stage):
             "teacher_revision": revision,
             "init_from": options.init_from,
             "stage1_steps": plan.source.step if plan.source else 0,
+            "handover_proven": options.hands_over,  # what is not proven takes no step, and has no record
         }
 
     def start(self, plan: Plan) -> None:
-        """Stage 1's parameters and identities, proven to compute what stage 1 computed."""
+        """Stage 1's parameters and identities, proven to compute what stage 1 computed; or, around fresh mixers, the teacher's alone."""
         read = either_source(_source(plan), fresh_values(self.student, plan.options.seed))
         load_parameters(self.student, read, self.student.tensor_parallel)
+        if not plan.options.hands_over:
+            logger.info("mixers of kind %s start afresh: there is no hand-over to prove", plan.options.mixer)
+            return
         _prove_handover(self.student, plan, read)
         if plan.options.decay_init and plan.options.decay != "none":
             self._set_rates(plan.options.decay_init)
@@ -112,7 +117,7 @@ class Stage2(Stage):
                 distillation = Distillation(self.teacher.hidden_states(tokens, boundaries), options.kd_alpha, options.kd_temperature)
         scored = labels != IGNORE_INDEX
         loss, *parts = (None if x is None else masked_mean(x, scored) for x in self.student.head_losses(hidden, labels, distillation))
-        metrics = denominator_metrics(self.student.config, stats)
+        metrics = denominator_metrics(self.student.config, stats) if stats.total else {}  # a mamba normalises nothing
         return loss, metrics if self.teacher is None else metrics | dict(zip(("cross_entropy", "kl"), parts, strict=True))
 
     def extras(self, plan: Plan) -> Extras:
@@ -168,7 +173,7 @@ def plan_stage2(options: Stage2Options) -> Plan:
         teacher = _find_teacher(options, source.record.get("origin", {}), options.init_from)
     else:
         teacher = _find_teacher(options, resumed, options.output_dir)
-    mixer = options.mixer_config("hedge_mamba")
+    mixer = options.mixer_config(options.mixer)
     if source is not None:
         _check_source(options, source, teacher.config, mixer)
     output_dir = f"runs/stage2-{teacher.short_name}-{options.recipe}"

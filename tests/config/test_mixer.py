@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -23,28 +24,37 @@ PAPER_COUNTS = {
     "+ SSM": (dict(kind="hedge_mamba", **(ADDED | {"decay": "channel"})), 1020, None),
     "+ SSM + convolution": (dict(kind="hedge_mamba", gate=False), 1020, None),
     "+ SSM + convolution + gate": (dict(kind="hedge_mamba"), 1087, None),
+    "+ SSM + convolution + bypass": (dict(kind="hedge_mamba", gate=False, bypass=True), 1087, None),
 }
+
+
+def count_of(**options) -> int:
+    with torch.device("meta"):
+        model = LanguageModel(ModelConfig(**PYTHIA_1B, mixer=MixerConfig(**options)))
+    return sum(full_numel(parameter) for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(("options", "millions", "exactly"), PAPER_COUNTS.values(), ids=PAPER_COUNTS)
 def test_a_model_of_pythia_1b_has_the_papers_parameter_count(options, millions, exactly):
-    with torch.device("meta"):
-        model = LanguageModel(ModelConfig(**PYTHIA_1B, mixer=MixerConfig(**options)))
-    count = sum(full_numel(parameter) for parameter in model.parameters())
+    count = count_of(**options)
     assert round(count / 1e6) == millions
     assert exactly in (None, count)
 
 
+def test_a_bypass_has_as_many_parameters_as_the_gate():
+    """16 layers of a matrix and a bias."""
+    bare, gate, bypass = (count_of(kind="hedge_mamba", **ADDED | added) for added in ({}, {"gate": True}, {"bypass": True}))
+    assert gate - bare == bypass - bare == 16 * 2048 * 2049
+
+
 def test_signs_that_are_not_tied_would_give_another_count():
-    with torch.device("meta"):
-        model = LanguageModel(ModelConfig(**PYTHIA_1B, mixer=MixerConfig(kind="hedge_mamba", decay_tie_signs=False)))
-    assert round(sum(full_numel(parameter) for parameter in model.parameters()) / 1e6) == 1088
+    assert round(count_of(kind="hedge_mamba", decay_tie_signs=False) / 1e6) == 1088
 
 
 # ---- what is accepted ---------------------------------------------------------------------------------------------------------
 
 BAD = [
-    ({"kind": "mamba"}, "kind='mamba'", "softmax, hedgehog or hedge_mamba"),
+    ({"kind": "rwkv"}, "kind='rwkv'", "softmax, hedgehog, hedge_mamba or mamba"),
     ({"rope": "never"}, "rope='never'", "before or after"),
     ({"decay": "matrix"}, "decay='matrix'", "head"),
     ({"decay": "head", "decay_step": "channel"}, "decay_step='channel'", "use head"),
@@ -77,7 +87,7 @@ def test_the_defaults_are_listing_2():
     mixer = MixerConfig(kind="hedge_mamba")
     assert not mixer.feature_map_per_head and not mixer.feature_map_scale and mixer.rope == "after"
     assert (mixer.decay, mixer.decay_step, mixer.decay_per_head, mixer.decay_tie_signs) == ("channel", "channel", False, True)
-    assert (mixer.decay_init, mixer.conv_kernel, mixer.gate) == (0.0, 4, True)
+    assert (mixer.decay_init, mixer.conv_kernel, mixer.gate, mixer.bypass) == (0.0, 4, True, False)
     assert MixerConfig().kind == "softmax"
 
 
@@ -97,6 +107,7 @@ OTHER = dict(
     decay_rank=8,
     conv_kernel=3,
     gate=False,
+    bypass=True,
 )
 
 
@@ -106,6 +117,12 @@ def test_a_model_config_with_its_mixer_survives_json():
     record = json.loads(json.dumps(dataclasses.asdict(config)))
     assert ModelConfig.from_record(record) == config
     assert record["mixer"] == OTHER
+
+
+def test_a_record_from_before_the_bypass_has_none():
+    record = dataclasses.asdict(ModelConfig(**PYTHIA_1B, mixer=MixerConfig(kind="hedge_mamba")))
+    del record["mixer"]["bypass"]
+    assert ModelConfig.from_record(record).mixer == MixerConfig(kind="hedge_mamba", bypass=False)
 
 
 @pytest.mark.parametrize("change", [lambda record: record.pop("mixer"), lambda record: record["mixer"].update(unknown=1)])
@@ -126,3 +143,17 @@ def test_the_feature_map_is_what_stage_1_decides():
     assert MixerConfig(**OTHER).feature_map() == {
         name: OTHER[name] for name in ("feature_map_per_head", "feature_map_scale", "rope", "normalizer_eps")
     }
+
+
+@pytest.mark.parametrize(
+    ("mixer", "said"),
+    [
+        (MixerConfig(), "softmax attention"),
+        (MixerConfig(kind="hedge_mamba", bypass=True, gate=False), "hedge_mamba, .* shared by the heads, convolution of 4, bypass"),
+        (MixerConfig(kind="hedge_mamba"), "hedge_mamba, .*, gate"),
+        (MixerConfig(kind="mamba"), "mamba, Mamba's own initialisation, convolution of 4"),
+        (MixerConfig(kind="mamba", conv_kernel=0, gate=True), "mamba, Mamba's own initialisation"),
+    ],
+)
+def test_the_line_for_people_names_what_the_mixer_has(mixer, said):
+    assert re.fullmatch(said, mixer.describe())

@@ -35,7 +35,7 @@ def mixer_fields(options_type: type) -> set[str]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_recipe_shows_every_value_of_mixer_loss_and_optimizer(recipe, stage):
     trained = {field.name for field in dataclasses.fields(OptimOptions)} | {"train_tokens", "seq_len", "global_batch_size"}
-    own = {"stage1": {"match_inputs", "match_targets", "match_loss"}, "stage2": {"kd_alpha", "kd_temperature", "lr_new"}}
+    own = {"stage1": {"match_inputs", "match_targets", "match_loss"}, "stage2": {"mixer", "kd_alpha", "kd_temperature", "lr_new"}}
     assert set(read_recipe(recipe)) == set(STAGES)
     assert set(read_recipe(recipe)[stage]) == mixer_fields(STAGES[stage]) | trained | own[stage]
 
@@ -128,6 +128,8 @@ BAD = [
     ("stage1", "normalizer_eps", 0.0, "positive"),
     ("stage1", "lr", -1.0, "positive"),
     ("stage1", "train_tokens", 7, "one step"),
+    ("stage2", "mixer", "softmax", "hedge_mamba or mamba"),
+    ("stage2", "mixer", "mamba2", "hedge_mamba or mamba"),
     ("stage2", "decay", "matrix", "channel"),
     ("stage2", "decay_step", "head", "channel or state"),
     ("stage2", "decay_rank", -1, "at least 0"),
@@ -160,6 +162,7 @@ def test_a_bad_value_is_refused_naming_option_value_and_what_works(stage, name, 
         ({"init_from": "runs/one", "stage1_steps": 0}, ["--init_from=runs/one", "--stage1_steps=0"]),
         ({"init_from": "runs/one", "stage1_steps": -1}, ["--stage1_steps=-1", "at least 0"]),
         ({"init_from": None, "stage1_steps": 0}, ["--teacher"]),
+        ({"mixer": "mamba"}, ["--mixer=mamba", "--init_from=runs/one", "--stage1_steps 0"]),
     ],
 )
 def test_a_start_that_is_neither_a_run_nor_a_teacher_is_refused(changes, words):
@@ -169,7 +172,15 @@ def test_a_start_that_is_neither_a_run_nor_a_teacher_is_refused(changes, words):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"stage1_steps": 20_000}, {"teacher": "t"}, {"init_from": None, "stage1_steps": 0, "teacher": "t"}], ids=str
+    "changes",
+    [
+        {},
+        {"stage1_steps": 20_000},
+        {"teacher": "t"},
+        {"init_from": None, "stage1_steps": 0, "teacher": "t"},
+        {"init_from": None, "stage1_steps": 0, "teacher": "t", "mixer": "mamba"},
+    ],
+    ids=str,
 )
 def test_a_start_from_a_run_or_from_a_teacher_is_accepted(changes):
     assert make("stage2", **changes)
@@ -184,7 +195,9 @@ def test_stage_2s_options_are_all_of_a_mixers():
 
 
 def test_a_mixer_has_the_values_of_the_options():
-    given = dict(rope="before", decay="state", decay_step="head", decay_per_head=True, conv_kernel=3, gate=False, decay_init=0.5)
+    given = dict(
+        rope="before", decay="state", decay_step="head", decay_per_head=True, conv_kernel=3, gate=False, bypass=True, decay_init=0.5
+    )
     mixer = make("stage2", **given).mixer_config("hedge_mamba")
     assert mixer == MixerConfig(kind="hedge_mamba", **given)
     assert make("stage1", rope="before").mixer_config("hedgehog") == MixerConfig(kind="hedgehog", rope="before")
@@ -192,3 +205,12 @@ def test_a_mixer_has_the_values_of_the_options():
 
 def test_defaults_of_the_options_are_the_mixers():
     assert make("stage2").mixer_config("hedge_mamba") == MixerConfig(kind="hedge_mamba")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [({"rope": "sideways"}, r"--rope='sideways' is not known; use before or after"), ({"conv_kernel": -1}, r"--conv_kernel=-1 must")],
+)
+def test_what_a_mixer_refuses_is_told_by_the_option(given, told):
+    with pytest.raises(InputError, match=told):
+        make("stage2", **given)

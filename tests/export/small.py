@@ -31,7 +31,7 @@ MIXERS = {
     "tuned": MixerConfig(
         kind="hedge_mamba", feature_map_per_head=True, rope="before", decay="head", decay_step="head", decay_per_head=True
     ),
-    "state": MixerConfig(kind="hedge_mamba", rope="before", decay="state", decay_step="state", conv_kernel=2, gate=False),
+    "state": MixerConfig(kind="hedge_mamba", rope="before", decay="state", decay_step="state", conv_kernel=2, gate=False, bypass=True),
     "baseline": MixerConfig(kind="hedge_mamba", decay="none", decay_step="none", conv_kernel=0, gate=False, feature_map_scale=True),
 }
 """One of each structure of decay, and each switch on and off."""
@@ -48,6 +48,7 @@ COMBINATIONS = {
         rope="before" if tied else "after",
         decay_rank=5 if per_head else 0,
         conv_kernel=3 if step else 0,
+        bypass=per_head,
     )
     for decay, steps in STEP_AXES.items()
     for step in steps or (None,)
@@ -80,7 +81,7 @@ def write_teacher(folder: Path) -> Path:
 def record_of(config: ModelConfig, teacher: Path | None) -> dict:
     """What a checkpoint says of its run."""
     return {
-        "stage": {"softmax": "pretrain", "hedgehog": "stage1", "hedge_mamba": "stage2"}[config.mixer.kind],
+        "stage": {"softmax": "pretrain", "hedgehog": "stage1"}.get(config.mixer.kind, "stage2"),
         "model": dataclasses.asdict(config),
         "data": {"tokenizer_digest": tokenizer_digest(byte_tokenizer()), "train": []},
         "origin": {"teacher": teacher and str(teacher), "teacher_revision": None},

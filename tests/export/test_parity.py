@@ -175,17 +175,17 @@ def test_bf16_is_near_fp32_and_keeps_its_states_in_fp32():
 
 
 def test_a_fresh_model_starts_as_identities():
-    config = HedgeMambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
-    attention = HedgeMambaForCausalLM(config).gpt_neox.layers[0].attention
+    sizes = dict(vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+    attention = HedgeMambaForCausalLM(HedgeMambaConfig(**sizes, bypass=True)).gpt_neox.layers[0].attention
     hidden = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
     step, rate = attention.decay(hidden)
     assert torch.equal(attention.conv(hidden, None, None)[0], hidden)
     torch.testing.assert_close(step, torch.ones_like(step))
-    assert not rate.any() and not attention.gate_proj.weight.any()
+    assert not rate.any() and not attention.gate_proj.weight.any() and not attention.bypass_proj(hidden).any()
     assert torch.equal(attention.query_map.weight, torch.eye(16))
 
 
-@pytest.mark.parametrize("name", ["paper", "tuned"])
+@pytest.mark.parametrize("name", ["paper", "tuned", "state"])
 def test_parameters_that_come_from_a_file_are_not_initialised(name):
     """Some versions of transformers initialise all modules after loading, and mark the parameters that are to stay."""
     exported = as_transformers(student(MIXERS[name]))
@@ -198,7 +198,15 @@ def test_parameters_that_come_from_a_file_are_not_initialised(name):
 
 
 @pytest.mark.parametrize(
-    "options", [{"decay": "fast"}, {"rope_position": "beside"}, {"feature_map": "elu"}, {"mixer": "softmax"}, {"mixer": "hedgehog"}]
+    "options",
+    [
+        {"decay": "fast"},
+        {"rope_position": "beside"},
+        {"feature_map": "elu"},
+        {"mixer": "softmax"},
+        {"mixer": "mamba"},
+        {"mixer": "hedgehog"},
+    ],
 )
 def test_a_config_of_another_kind_is_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):
@@ -210,6 +218,12 @@ def test_a_step_without_decay_may_have_any_name():
     assert HedgeMambaConfig(decay="none", decay_step="none").decay_step == "none"
     with pytest.raises(ValueError, match="decay_step"):
         HedgeMambaConfig(decay="head", decay_step="none")
+
+
+def test_a_hedgehog_has_no_bypass_and_a_config_of_before_has_none_either():
+    with pytest.raises(ValueError, match="bypass=False"):
+        HedgeMambaConfig(mixer="hedgehog", decay="none", conv_kernel=0, gate=False, bypass=True)
+    assert not HedgeMambaConfig().bypass
 
 
 def test_softmax_is_no_student():

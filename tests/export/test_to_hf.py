@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from megahedge.config.mixer import MixerConfig
 from megahedge.data.meta import tokenizer_digest
+from megahedge.evaluation.generation import GenerateOptions, Writer
 from megahedge.evaluation.models import open_model, teacher_of
 from megahedge.export import code_files, source, to_hf
 from megahedge.export.model_card import model_card
@@ -391,6 +392,25 @@ def test_the_tokenizer_must_be_at_hand_and_the_runs(root, tmp_path):
         export_of(tmp_path, tmp_path, "run", tokenizer=str(tmp_path / "other"))
     export_of(tmp_path, tmp_path, "run", tokenizer=str(root / "teacher"), verify=False)
     assert (run / "run.json").is_file()
+
+
+def test_a_mamba_is_scored_as_a_run_and_neither_exported_nor_made_to_write(root, tmp_path):
+    run = write_run(tmp_path / "run", student(MixerConfig(kind="mamba")), root / "teacher")
+    said = "baseline with mixer=mamba, .* score the run itself with scripts/evaluate.py"
+    for refused in (
+        lambda: export_of(tmp_path, tmp_path, "run"),
+        lambda: Writer(run, GenerateOptions(model=str(run), prompt="a")),
+    ):
+        with pytest.raises(InputError, match=said) as caught:
+            refused()
+        assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    tokens = tokens_of(9)
+    assert open_model(run).token_losses(tokens, tokens).isfinite().all()
+
+
+def test_the_card_names_a_bypass(folders):
+    assert "convolution of 2, bypass |" in (folders["state"] / "README.md").read_text()
 
 
 def test_script_takes_a_checkpoint_and_says_what_it_has_done(root, tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""Listing 2 of Attention to Mamba (arXiv 2604.14191) a second time, token by token and head by head, in fp64.
+"""Listing 2 of Attention to Mamba (arXiv 2604.14191) a second time, and Mamba, token by token and head by head, in fp64.
 
 Nothing here is shared with megahedge.models or megahedge.kernels but the names of the parameters, so that a mistake cannot hide.
 """
@@ -30,9 +30,11 @@ def listing_2(parameters: dict[str, Tensor], config: ModelConfig, x: Tensor) -> 
         B = features(parameters, config, k, "key_map", head)
         heads.append(scan_head(C, B, v, *decay(parameters, config, filtered, head)))
     y = torch.cat(heads, dim=-1)
+    if options.bypass:
+        y = y + x @ parameters["bypass_proj.weight"].T + parameters["bypass_proj.bias"]
     if options.gate:
         logits = x @ parameters["gate_proj.weight"].T + parameters["gate_proj.bias"] + SILU_INVERSE_OF_1
-        y = y * logits / (1 + torch.exp(-logits))
+        y = y * silu(logits)
     return y @ parameters["out_proj.weight"].T + parameters["out_proj.bias"]
 
 
@@ -128,3 +130,29 @@ def scan_head(C: Tensor, B: Tensor, V: Tensor, step: Tensor, rate: Tensor) -> Te
         ones = keep * ones + step[t] * B[t].unsqueeze(1)
         rows.append(torch.stack([(C[t] @ state[:, channel]) / (C[t] @ ones[:, channel]) for channel in range(p)]))
     return torch.stack(rows)
+
+
+def mamba(parameters: dict[str, Tensor], config: ModelConfig, x: Tensor) -> Tensor:
+    """What a mixer of kind mamba makes of x [t, d]: algorithm 2 of Mamba (arXiv 2312.00752), one head, token and channel after another."""
+    p = config.head_dim
+    filtered = silu(convolve(parameters, x) if config.mixer.conv_kernel else x)
+    values, gate = filtered @ parameters["x_proj.weight"].T, silu(x @ parameters["z_proj.weight"].T)
+    B, C = (filtered @ parameters[f"{name}_proj.weight"].T for name in "BC")
+    low = filtered @ parameters["step.down_weight"].T + parameters["step.down_bias"]
+    step = torch.log1p(torch.exp(low @ parameters["step.up_weight"].T + parameters["step.up_bias"] + SOFTPLUS_INVERSE_OF_1))
+    y = torch.zeros_like(values)
+    for head in range(config.num_heads):
+        n = len(parameters["rate.log_rate"][head])
+        for channel in range(p):
+            column, rate = head * p + channel, torch.exp(parameters["rate.log_rate"][head, :, channel])
+            state = torch.zeros_like(rate)
+            for t in range(len(x)):
+                own = slice(head * n, (head + 1) * n)
+                state = torch.exp(-step[t, column] * rate) * state + step[t, column] * B[t, own] * values[t, column]
+                y[t, column] = C[t, own] @ state + parameters["skip.weight"][head, channel] * values[t, column]
+    return (y * gate) @ parameters["y_proj.weight"].T
+
+
+def silu(x: Tensor) -> Tensor:
+    """x σ(x)."""
+    return x / (1 + torch.exp(-x))

@@ -23,6 +23,7 @@ from megahedge.models.handover import (
     stream_logits,
 )
 from megahedge.models.language_model import LanguageModel
+from megahedge.models.mixers import MIXERS
 from megahedge.models.mixers.hedge_mamba import GATE_OFFSET
 from megahedge.parallel.initialize import fresh_values
 from megahedge.parallel.sharding import load_parameters
@@ -81,8 +82,9 @@ def test_in_fp64_stage_2_starts_as_the_function_that_stage_1_learnt(structure, a
         source = held(before)
         with torch.no_grad():
             expected = before(tokens)
-            for decay, taps, gate in itertools.product(decays, (4, 0), BOTH):
-                mixer = dataclasses.replace(before.config.mixer, kind="hedge_mamba", conv_kernel=taps, gate=gate, **decay)
+            for decay, taps, gate, bypass in itertools.product(decays, (4, 0), BOTH, BOTH):
+                others = dict(conv_kernel=taps, gate=gate, bypass=bypass)
+                mixer = dataclasses.replace(before.config.mixer, kind="hedge_mamba", **others, **decay)
                 student = handed_over(before.config.with_mixer(mixer), source, torch.float64)
                 # a float64 bound, far above its rounding (4e-15 measured) and far below fp32's
                 assert (student(tokens) - expected).abs().max() <= 1e-9, mixer
@@ -102,7 +104,7 @@ def test_in_fp32_the_divergence_is_far_below_the_limit(structure, axis, rope):
 def test_bf16_parameters_are_exact_at_the_start():
     """Training in bf16 starts from what the fp32 check has passed: no identity value needs more digits than bf16 has."""
     source = held(hedgehog())
-    mixer = MixerConfig(kind="hedge_mamba")
+    mixer = MixerConfig(kind="hedge_mamba", bypass=True)
     student = handed_over(small_config(mixer=mixer), source)
     for name in added_parameters(student.config, "hedgehog"):
         parameter = student.get_parameter(name).detach()
@@ -209,7 +211,7 @@ def test_the_divergence_leaves_the_models_mode_alone():
 # ---- logits from tensors ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["softmax", "hedgehog", "hedge_mamba"])
+@pytest.mark.parametrize("kind", MIXERS)
 @pytest.mark.parametrize(("parallel_residual", "tied"), [(True, False), (False, False), (True, True)])
 def test_streamed_logits_are_the_models(kind, parallel_residual, tied):
     config = small_config(parallel_residual=parallel_residual, tie_word_embeddings=tied, mixer=MixerConfig(kind=kind))
@@ -258,8 +260,23 @@ def test_what_each_stage_adds():
     assert added_parameters(config, "hedgehog") == step | others | {f"{mixer}.decay.rate.weight"}
     assert added_parameters(config, "softmax") == added_parameters(config, "hedgehog") | maps
     assert added_parameters(config, "hedge_mamba") == set()
-    bare = config.with_mixer(MixerConfig(kind="hedge_mamba", decay="none", conv_kernel=0, gate=False))
-    assert added_parameters(bare, "hedgehog") == set()
+    bare = MixerConfig(kind="hedge_mamba", decay="none", conv_kernel=0, gate=False)
+    assert added_parameters(config.with_mixer(bare), "hedgehog") == set()
+    bypassed = config.with_mixer(dataclasses.replace(bare, bypass=True))
+    assert added_parameters(bypassed, "hedgehog") == {f"{mixer}.bypass_proj.{kind}" for kind in ("weight", "bias")}
+
+
+def test_a_mamba_has_nothing_of_what_was_there_before():
+    """No name that a teacher or a stage 1 has: all would be read from there, and none be trained at the rate of what is new."""
+    config = small_config(mixer=MixerConfig(kind="mamba"))
+    own = {name for name in parameter_names(config) if ".mixer." in name}
+    assert len(own) == 2 * 13
+    assert added_parameters(config, "softmax") == added_parameters(config, "hedgehog") == own
+    teacher = held(randomize(LanguageModel(small_config())))
+    student = handed_over(config, teacher)
+    fresh = fresh_values(student, 0)
+    for name, parameter in student.named_parameters():
+        assert torch.equal(parameter, fresh(name) if name in own else teacher.read(name)), name
 
 
 def test_either_source_prefers_what_is_given():

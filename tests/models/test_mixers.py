@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megahedge.config.mixer import STEP_AXES, MixerConfig
+from megahedge.config.mixer import KINDS, STEP_AXES, MixerConfig
 from megahedge.config.model import ModelConfig
 from megahedge.kernels import DenominatorStats
 from megahedge.models.context import SequenceContext
@@ -17,7 +17,8 @@ from megahedge.models.mixers.decay import DECAYS, STEP_OFFSET
 from megahedge.models.mixers.feature_maps import HedgehogMap
 from megahedge.models.mixers.hedge_mamba import GATE_OFFSET
 from megahedge.parallel.initialize import initialize_parameters
-from tests.models.listing2 import feature_map, listing_2
+from megahedge.training.optim import decays
+from tests.models.listing2 import feature_map, listing_2, mamba
 from tests.models.small import SINGLE, random_tokens, randomize, small_config
 
 EPS32 = torch.finfo(torch.float32).eps
@@ -161,7 +162,11 @@ def test_hedge_mamba_is_listing_2(structure, axis, rope):
     """Against an implementation of its own, for every decay; the other switches go round."""
     for number, (per_head, tied) in enumerate(SWITCHES):
         others = dict(
-            feature_map_per_head=number % 2 == 1, feature_map_scale=number == 2, conv_kernel=(4, 3, 0, 1)[number], gate=number != 3
+            feature_map_per_head=number % 2 == 1,
+            feature_map_scale=number == 2,
+            conv_kernel=(4, 3, 0, 1)[number],
+            gate=number != 3,
+            bypass=number in (1, 3),
         )
         options = dict(rope=rope, decay=structure, decay_step=axis, decay_per_head=per_head, decay_tie_signs=tied, **others)
         config = tiny_config(**options)
@@ -229,10 +234,64 @@ def test_the_convolution_starts_as_the_identity(dtype):
     assert torch.equal(mixer.conv(x, None), x)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_bypass_starts_as_nothing(dtype):
+    x, context = random_input(2, 9, 8, dtype=dtype), context_of(9, tiny_config(), batch=2)
+    with_bypass, without = (fresh_mixer(tiny_config(bypass=bypass), dtype) for bypass in (True, False))
+    assert torch.equal(with_bypass(x, context)[0], without(x, context)[0])
+
+
+# ---- straight to Mamba --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("taps", "rank"), [(4, 0), (2, 3), (0, 5)])
+def test_mamba_is_its_equations(taps, rank):
+    config = tiny_config(kind="mamba", conv_kernel=taps, decay_rank=rank)
+    mixer, x = random_mixer(config), random_input(2, 7, 8)
+    with torch.no_grad():
+        partial, bias = mixer(x, context_of(7, config, batch=2))
+        expected = torch.stack([mamba(dict(mixer.named_parameters()), config, row) for row in x])
+    assert bias is None
+    assert (partial - expected).norm() <= 1e-10 * expected.norm()  # fp64
+
+
+def test_mamba_starts_as_mamba_does():
+    """Variances of torch's linear and convolution layers; rates 1 … 16; steps from 1e-3 to 1e-1; D = 1."""
+    mixer = fresh_mixer(small_config(hidden_size=256, mixer=MixerConfig(kind="mamba")))
+    start = dict(mixer.named_parameters())
+    fan_in = {"conv.weight": 4, "step.up_weight": 16} | dict.fromkeys(("x_proj", "z_proj", "B_proj", "C_proj", "step.down_weight"), 256)
+    for name, count in fan_in.items():
+        weight = start.get(name, start.get(f"{name}.weight"))
+        uniform = torch.empty(100_000).uniform_(-(count**-0.5), count**-0.5, generator=torch.Generator().manual_seed(0))
+        assert weight.std().item() == pytest.approx(uniform.std().item(), rel=0.1), name  # 1024 draws and more: 2 % of standard error
+    residuals = 2  # of the one layer of `fresh_mixer`
+    assert start["y_proj.weight"].std().item() == pytest.approx((3 * 256 * residuals) ** -0.5, rel=0.1)
+    assert not start["conv.bias"].any() and not start["step.down_bias"].any() and (start["skip.weight"] == 1).all()
+    torch.testing.assert_close(mixer.rate(), torch.arange(1.0, 17).view(1, 16, 1).expand(4, 16, 64))
+    with torch.no_grad():
+        start["step.up_weight"].zero_()
+        step = mixer.step(random_input(1, 1, 256, dtype=torch.float32))[0, 0]
+    torch.testing.assert_close(step, torch.logspace(-3, -1, 64).expand(4, 64), rtol=1e-4, atol=0)  # through a bias in fp32
+
+
+def test_no_rate_step_skip_or_tap_of_a_mamba_decays():
+    mixer = fresh_mixer(tiny_config(kind="mamba"))
+    decaying = {name for name, parameter in mixer.named_parameters() if decays(parameter)}
+    assert decaying == {f"{letter}_proj.weight" for letter in "xyzBC"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rates_and_steps_of_a_mamba_are_fp32_whatever_the_precision_around_them(dtype):
+    mixer, x = random_mixer(tiny_config(kind="mamba"), dtype), random_input(2, 9, 8, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        assert mixer.rate().dtype == mixer.step(x).dtype == torch.float32
+        assert mixer(x, context_of(9, tiny_config(), batch=2))[0].dtype == dtype
+
+
 # ---- documents ----------------------------------------------------------------------------------------------------------------
 
 
-DOCUMENT_FORMS = [dict(kind="softmax"), dict(kind="hedgehog", rope="before"), dict(kind="hedgehog", rope="after")] + [
+DOCUMENT_FORMS = [dict(kind="softmax"), dict(kind="mamba"), dict(kind="hedgehog", rope="before"), dict(kind="hedgehog", rope="after")] + [
     dict(kind="hedge_mamba", decay=structure, decay_step=axis, rope=rope)
     for (structure, axis), rope in itertools.product(DECAY_STEPS, ("before", "after"))
 ]
@@ -286,7 +345,7 @@ def test_activation_checkpointing_changes_no_gradient_of_a_mixer(options):
 
 
 def test_every_kind_and_decay_that_a_config_may_name_is_there():
-    assert set(MIXERS) == {"softmax", "hedgehog", "hedge_mamba"}
+    assert tuple(MIXERS) == KINDS
     assert set(DECAYS) == set(STEP_AXES)
 
 

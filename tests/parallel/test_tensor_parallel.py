@@ -55,14 +55,15 @@ def decays() -> list[dict]:
 def mixer_forms() -> dict[str, dict]:
     """Each decay once, with the other switches of the mixer going round beside it."""
     forms = {}
-    others = itertools.cycle(itertools.product(("after", "before"), (False, True), (4, 0), (True, False)))
+    others = itertools.cycle(itertools.product(("after", "before"), (False, True), (4, 0), (True, False), (False, True)))
     for options in decays():
-        rope, per_head, taps, gate = next(others)
-        options = options | dict(rope=rope, feature_map_per_head=per_head, feature_map_scale=per_head, conv_kernel=taps, gate=gate)
+        rope, per_head, taps, gate, bypass = next(others)
+        switches = dict(feature_map_per_head=per_head, feature_map_scale=per_head, conv_kernel=taps, gate=gate, bypass=bypass)
+        options = options | dict(rope=rope) | switches
         name = " ".join(str(value) for value in options.values())
         forms[f"hedge_mamba {name}"] = dict(mixer=MixerConfig(kind="hedge_mamba", **options), **MIXER_SIZES)
         next(others)
-        next(others)  # a stride that shares no factor with 16 visits all
+        next(others)  # a stride that shares no factor with their number goes through all values of each
     return forms
 
 

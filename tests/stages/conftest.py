@@ -15,6 +15,7 @@ from tests.stages.runs import (
     write_broken_teacher,
     write_damaged,
     write_moved,
+    write_older_version,
     write_other_probe,
     write_other_teacher,
     write_unfinished,
@@ -22,6 +23,7 @@ from tests.stages.runs import (
 from tests.training.runs import ds_config
 from tests.worlds import Worlds
 
+NO_STAGE_1 = {"stage1_steps": 0, "teacher": "pretrained/hf", "init_from": None}
 FLAVOURS = {
     "paper": ("paper", {}, {}),  # shared maps, decay by channel, text alone
     "tuned": ("tuned", {}, {}),  # maps of each head, decay by head, KL at 0.7, a rate of its own for what is new
@@ -34,10 +36,12 @@ FLAVOURS = {
     "mixed": (
         "paper",
         {"match_inputs": "teacher", "match_targets": "mixer", "match_loss": "mse", "activation_checkpointing": True},
-        {"decay_step": "state", "decay_per_head": True, "kd_alpha": 0.7, "lr_new": 1e-2},
+        {"decay_step": "state", "decay_per_head": True, "gate": False, "bypass": True, "kd_alpha": 0.7, "lr_new": 1e-2},
     ),
+    "mamba": ("paper", None, {"mixer": "mamba", "kd_alpha": 0.7, "lr_new": 1e-2, **NO_STAGE_1}),  # straight to Mamba
 }
-"""Recipe, options of stage 1, options of stage 2."""
+"""Recipe, options of stage 1 (None: there is none), options of stage 2."""
+STAGES = tuple((flavour, stage) for flavour, options in FLAVOURS.items() for stage in (1, 2) if options[stage] is not None)
 
 CUTS = ("zero0", "zero1", "zero2", "zero3", "released")
 """ZeRO stages; `released` is a stage 3 that keeps no parameter whole, however small."""
@@ -54,20 +58,21 @@ FAST_TWO = (
 )
 SLOW_TWO = tuple(
     name
-    for flavour in FLAVOURS
-    for stage in (1, 2)
+    for flavour, stage in STAGES
     for cut in (CUTS if flavour in ("paper", "tuned") else ("zero1", "released"))
     for size in ("dp2", "tp2")
     if (name := f"{flavour}-{stage}-{cut}-{size}") not in FAST_TWO
 )
 FAST_ONE = (
     *(f"{flavour}-{stage}-{REFERENCE}" for flavour in ("paper", "tuned") for stage in (1, 2)),
+    f"mamba-2-{REFERENCE}",
     "tuned-1-zero3",
     "tuned-2-zero3",
 )
 SLOW_ONE = (
     *(f"{flavour}-{stage}-{REFERENCE}" for flavour in ("tied", "state", "mixed") for stage in (1, 2)),
     *(name for flavour in ("paper", "tuned") for stage in (1, 2) for cut in CUTS if (name := f"{flavour}-{stage}-{cut}") not in FAST_ONE),
+    "mamba-2-released",
 )
 FAST_BF16 = ("tuned-1-zero1-bf16", "tuned-2-zero3-bf16")
 SLOW_BF16 = tuple(
@@ -112,7 +117,6 @@ def _all(inputs: Path, names: tuple[str, ...], resumed: tuple[str, ...]) -> list
 def _special(inputs: Path) -> list[StageRun]:
     """Runs whose start is not the ordinary one; all but the first few end before their first step."""
     changes = {"init_from": "tuned-1-zero1", "stop_after": 1}
-    no_stage1 = {"stage1_steps": 0, "teacher": "pretrained/hf", "init_from": None}
     moved = {"init_from": "moved/stage1", "teacher": "moved/teacher"}
     other = {"teacher": "other-teacher"}
 
@@ -124,16 +128,17 @@ def _special(inputs: Path) -> list[StageRun]:
         run("moved-on", resumes="tuned-2-zero1", prepare=write_moved, stop_after=None, **moved),
         run("stage-1-gone", resumes="tuned-2-zero1", stop_after=None, init_from="gone"),
         run("unfinished-start", prepare=write_unfinished, init_from="unfinished"),
-        run("no-stage-1", **no_stage1),
+        run("older-version", resumes="tuned-2-zero1", prepare=write_older_version, stop_after=None),
+        run("no-stage-1", **NO_STAGE_1),
         run("documents-1", 1, reset_at_documents=True),
         run("documents-2", init_from="documents-1", stop_after=None, reset_at_documents=True),
         run("rates-set", decay_init=0.25, lr=1e-9, lr_new=1e-9),
         *(run(f"mutant-{mutant}", mutant=mutant) for mutant in MUTANTS),
-        run("mutant-no-stage-1", mutant="gate", **no_stage1),
+        run("mutant-no-stage-1", mutant="gate", **NO_STAGE_1),
         run("mutant-bf16", mutant="gate-bf16", dtype="bf16"),
         run("mutant-probe", prepare=write_other_probe, init_from="other-probe"),
         run("broken-teacher-stage-1", 1, prepare=write_broken_teacher, teacher="broken-teacher"),
-        run("broken-teacher-no-stage-1", **no_stage1 | {"teacher": "broken-teacher"}),
+        run("broken-teacher-no-stage-1", **NO_STAGE_1 | {"teacher": "broken-teacher"}),
         run("damaged-start", prepare=write_damaged, init_from="damaged"),
         run("other-teacher-start", prepare=write_other_teacher, **other),
         run("other-teacher-resumed", resumes="tuned-2-zero1", stop_after=None, **other),
@@ -149,7 +154,7 @@ def _worlds(inputs: Path) -> list[tuple[int, list[StageRun]]]:
     """
     by_size = {tier: [[name for name in names if name.endswith(size)] for size in ("dp2", "tp2")] for tier, names in _TWO.items()}
     pretrained, tied = (StageRun(name, 0, None, {"model_config": f"{config}.json"}) for name, config in _TEACHERS)
-    references, others = FAST_ONE[:4], FAST_ONE[4:]
+    references, others = FAST_ONE[:5], FAST_ONE[5:]
     fast_one = [pretrained, *_all(inputs, references, FAST_RESUMED), *_special(inputs), *_all(inputs, (*others, *FAST_BF16), FAST_RESUMED)]
     fast_two = [run for names in by_size["fast"] for run in _all(inputs, names, FAST_RESUMED)]
     fast_two.append(StageRun("mutant-tp2", 2, "tuned", {"init_from": "tuned-1-zero1", "tp_size": 2}, mutant="gate"))

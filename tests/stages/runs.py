@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from megahedge.checkpoint.store import CheckpointWriter
+from megahedge.checkpoint.store import MANIFEST, CheckpointWriter
+from megahedge.checkpoint.store import _manifest_digest as manifest_digest
 from megahedge.config.options import PretrainOptions, Stage1Options, Stage2Options, read_recipe
 from megahedge.models.mixers import decay, hedge_mamba
 from megahedge.parallel.sharding import Init
@@ -22,6 +23,7 @@ from megahedge.stages.pretrain import pretrain
 from megahedge.stages.stage1 import stage1
 from megahedge.stages.stage2 import stage2
 from megahedge.utils.errors import InputError, RunError
+from megahedge.utils.files import read_json_object, write_json
 from tests.training.runs import GLOBAL_BATCH_SIZE, MODEL, SEQ_LEN, arguments, checkpoint_at, copy_crashed, make_inputs
 
 STEPS, HALF = 8, 4
@@ -184,6 +186,19 @@ def write_moved(folder: Path) -> None:
     """`moved`: copies of the teacher and of the run `tuned-1-zero1`."""
     shutil.copytree(folder / TEACHER, folder / "moved" / "teacher")
     shutil.copytree(folder / "tuned-1-zero1", folder / "moved" / "stage1")
+
+
+def write_older_version(folder: Path) -> None:
+    """`older-version`: the run of that name as a version left it that knew neither a bypass nor mixers to choose from."""
+    run = folder / "older-version"
+    record = read_json_object(run / "run.json")
+    path = checkpoint_at(run, HALF).path / MANIFEST
+    manifest = {key: value for key, value in read_json_object(path).items() if key != "sha256"}
+    for facts in (record, manifest["record"]):
+        del facts["model"]["mixer"]["bypass"], facts["origin"]["handover_proven"]
+    del record["options"]["bypass"], record["options"]["mixer"]
+    write_json(run / "run.json", record)
+    write_json(path, manifest | {"sha256": manifest_digest(manifest)})
 
 
 def write_other_probe(folder: Path) -> None:

@@ -8,7 +8,7 @@ from megahedge.evaluation.options import EvaluateOptions
 from tests.stages.runs import STEPS
 from tests.training.runs import SEQ_LEN, checkpoint_at, measured
 
-NAMES = ("paper-1-zero1", "tuned-1-zero3", "paper-2-zero1", "tuned-2-zero3", "tuned-2-zero1-dp2", "paper-2-zero1-tp2")
+NAMES = ("paper-1-zero1", "tuned-1-zero3", "paper-2-zero1", "tuned-2-zero3", "tuned-2-zero1-dp2", "paper-2-zero1-tp2", "mamba-2-zero1")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from megahedge.config.model import ModelConfig
+from megahedge.config.options import Stage2Options
 from megahedge.models.language_model import LanguageModel
 from megahedge.parallel.sharding import load_parameters
-from tests.stages.conftest import MUTANTS
+from megahedge.parallel.topology import TensorParallel
+from megahedge.stages.stage2 import Stage2, plan_stage2
+from tests.stages.conftest import MUTANTS, NO_STAGE_1
 from tests.stages.runs import HALF, STEPS
 from tests.training.runs import checkpoint_at, measured
 
@@ -77,3 +80,26 @@ def test_a_start_without_stage_1_is_on_record(made):
     assert (record["origin"]["stage1_steps"], record["origin"]["init_from"]) == (0, None)
     assert record["origin"]["weights"] == json.loads((made("tuned-1-zero1") / "run.json").read_text())["origin"]["weights"]
     assert checkpoint_at(made("no-stage-1"), 1).record["origin"]["stage1_steps"] == 0
+
+
+def test_a_mamba_starts_without_a_proof_and_says_so(made):
+    """It is the teacher around mixers that nobody has trained; log and record tell, and nothing of a normaliser is logged."""
+    log = made.outcomes["mamba-2-zero1"].log if made("mamba-2-zero1") else ()
+    assert "mixers of kind mamba start afresh: there is no hand-over to prove" in log
+    assert not any("proven" in line for line in log)
+    for name, proven in (("mamba-2-zero1", False), ("no-stage-1", True), ("tuned-2-zero1", True)):
+        assert json.loads((made(name) / "run.json").read_text())["origin"]["handover_proven"] is proven
+    assert checkpoint_at(made("mamba-2-zero1"), STEPS).record["origin"]["handover_proven"] is False
+    start, teacher = measured(made("mamba-2-zero1"), "eval")[0], measured(made("pretrained"), "eval")[-1]
+    assert start["loss"] > teacher["loss"] + 0.02  # nats; 0.05 measured, little being what so small a teacher has learnt to mix
+    keys = measured(made("mamba-2-zero1"), "train")[0].keys()
+    assert "kl" in keys and not any(key.startswith("normalizer") for key in keys)
+
+
+def test_all_of_a_mamba_learns_at_the_rate_of_what_is_new(options):
+    values = Stage2Options(**options(2, mixer="mamba", decay_init=0.5, lr=1e-3, lr_new=1e-2, **NO_STAGE_1))
+    with torch.device("meta"):
+        stage = Stage2(plan_stage2(values).model, TensorParallel(), values)
+    scales = {name: parameter.lr_scale for name, parameter in stage.student.named_parameters() if parameter.requires_grad}
+    assert scales == {name: pytest.approx(10.0 if ".mixer." in name else 1.0) for name in scales}
+    assert sum(".mixer." in name for name in scales) == 2 * 13

@@ -43,6 +43,8 @@ def refused(options, tmp_path):
         ({"init_from": None, "stage1_steps": 0}, ["needs a --teacher"]),
         ({"stage1_steps": HALF}, [f"has {STEPS} steps of stage 1 behind it, not --stage1_steps={HALF}"]),
         ({"stage1_steps": -1}, ["--stage1_steps=-1"]),
+        ({"mixer": "softmax"}, ["--mixer=softmax is not known; use hedge_mamba or mamba"]),
+        ({"mixer": "mamba"}, ["--mixer=mamba", "takes over nothing that --init_from=", "--stage1_steps 0"]),
         ({"teacher": "nowhere"}, ["nowhere", "no local folder"]),
         ({"rope": "after"}, ["another feature map: --rope=after (stage 1: before)"]),
         ({"normalizer_eps": 1e-4}, ["--normalizer_eps=0.0001 (stage 1: 1e-06)"]),

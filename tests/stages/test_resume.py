@@ -32,6 +32,13 @@ def test_a_run_goes_on_without_the_folder_of_stage_1(made):
     assert origin == before
 
 
+def test_a_run_of_a_version_before_this_one_goes_on(made):
+    """What its record does not name had its default."""
+    made("older-version")
+    assert made.outcomes["older-version"].error is None
+    assert_same_end(made("older-version"), made("tuned-2-zero1"), STEPS)
+
+
 @pytest.mark.parametrize(
     ("name", "unbroken"), [("other-teacher-resumed", "tuned-2-zero1"), ("other-teacher-stage-1-resumed", "tuned-1-zero1")]
 )

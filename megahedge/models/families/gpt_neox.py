@@ -21,7 +21,7 @@ _BLOCK_NAMES = {
     "mlp.down_proj": "mlp.dense_4h_to_h",
 }
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)\.(weight|bias)")
-_ADDED = re.compile(r"blocks\.(\d+)\.mixer\.((?:query_map|key_map|conv|decay|gate_proj)\..+)")
+_ADDED = re.compile(r"blocks\.(\d+)\.mixer\.((?:query_map|key_map|conv|decay|bypass_proj|gate_proj)\..+)")
 _OLD_BUFFER = re.compile(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.\w+)")
 
 

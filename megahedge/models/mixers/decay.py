@@ -31,7 +31,8 @@ class Decay(nn.Module, abc.ABC):
         self.tie_step = mixer.decay_tie_signs and mixer.decay_step == "state"
         self.rate = Rate(self.rate_shape(features, config.head_dim), config, tensor_parallel)
         width = {"head": 1, "state": features, "channel": config.head_dim}[mixer.decay_step]
-        self.step = Step(width, config, tensor_parallel)
+        down = Init(std=config.initializer_range)
+        self.step = Step(width, config, tensor_parallel, per_head=mixer.decay_per_head, down=down)
 
     @staticmethod
     @abc.abstractmethod
@@ -94,30 +95,44 @@ class Rate(nn.Module):
         return widen(weight)[0]
 
 
+def step_rank(config: ModelConfig) -> int:
+    """Width between W_d and W_u: `decay_rank`, or Mamba's sixteenth of hidden_size."""
+    return config.mixer.decay_rank or max(1, config.hidden_size // 16)
+
+
 class Step(nn.Module):
     """Δ = SoftPlus((x W_d + b_d) W_u + b_u) [b, t, h, width], of each head or (h = 1) of all heads.
 
     W_d brings x down to `decay_rank` numbers, which all heads share; where one number a head is wanted, W_u alone makes it, as W_d
-    would be wider than what it feeds.
+    would be wider than what it feeds.  `down`, `up` and `up_bias` say how W_d, W_u and b_u start; b_u has STEP_OFFSET on top, and at
+    the defaults Δ = 1.
     """
 
-    def __init__(self, width: int, config: ModelConfig, tensor_parallel: TensorParallel):
+    def __init__(
+        self,
+        width: int,
+        config: ModelConfig,
+        tensor_parallel: TensorParallel,
+        *,
+        per_head: bool,
+        down: Init,
+        up: Init = ZEROS,
+        up_bias: Init = ZEROS,
+    ):
         super().__init__()
         self.tensor_parallel = tensor_parallel
-        self.per_head = config.mixer.decay_per_head
         self.width = width
-        heads, cut = (config.num_heads, 0) if self.per_head else (1, None)
-        if self.per_head:
+        heads, cut = (config.num_heads, 0) if per_head else (1, None)
+        if per_head:
             divide("num_heads", heads, tensor_parallel)
         inner = config.hidden_size
         self.down_weight = self.down_bias = None
         if width > 1:
-            inner = config.mixer.decay_rank or max(1, config.hidden_size // 16)
-            down = Init(std=config.initializer_range)
+            inner = step_rank(config)
             self.down_weight = declare_parameter((inner, config.hidden_size), down, tensor_parallel, weight_decay=False)
             self.down_bias = declare_parameter((inner,), ZEROS, tensor_parallel)
-        self.up_weight = declare_parameter((heads * width, inner), ZEROS, tensor_parallel, cut, weight_decay=False)
-        self.up_bias = declare_parameter((heads * width,), ZEROS, tensor_parallel, cut)
+        self.up_weight = declare_parameter((heads * width, inner), up, tensor_parallel, cut, weight_decay=False)
+        self.up_bias = declare_parameter((heads * width,), up_bias, tensor_parallel, cut)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [b, t, hidden_size], past `copy_to_tp`.  The wide product x W_d has x's precision, the rest is fp32 at least."""

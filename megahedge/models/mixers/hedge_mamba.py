@@ -20,19 +20,26 @@ from megahedge.utils.precision import widen
 
 
 class HedgeMamba(HedgehogAttention):
-    """Listing 2: gate from the layer's input; convolution of the input; Δ, C, B and V from its output; scan; gate; out_proj."""
+    """Listing 2: gate from the layer's input; convolution of the input; Δ, C, B and V from its output; scan; gate; out_proj.
+
+    `bypass` is the control for the gate's parameters: a linear map of the layer's input, added to the scan's output.
+    """
 
     def __init__(self, config: ModelConfig, tensor_parallel: TensorParallel, layer_index: int):
         super().__init__(config, tensor_parallel, layer_index)
         mixer = config.mixer
         decay = DECAYS[mixer.decay]
-        self.conv = CausalConv(config, tensor_parallel) if mixer.conv_kernel else None
+        self.conv = CausalConv(config, tensor_parallel, Init(pattern=last_tap)) if mixer.conv_kernel else None
         self.decay = decay(config, tensor_parallel) if decay else None
-        self.gate_proj = ColumnParallelLinear(config.hidden_size, config.hidden_size, tensor_parallel, std=0.0) if mixer.gate else None
+        width = config.hidden_size
+        self.bypass_proj = ColumnParallelLinear(width, width, tensor_parallel, std=0.0) if mixer.bypass else None
+        self.gate_proj = ColumnParallelLinear(width, width, tensor_parallel, std=0.0) if mixer.gate else None
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor | None]:
         x = hidden if self.conv is None else self.conv(hidden, context.boundaries)
         mixed = self.state_space(x, *self.project(x), context)
+        if self.bypass_proj is not None:
+            mixed = mixed + self.by_head(self.bypass_proj(hidden))
         if self.gate_proj is not None:
             mixed = mixed * self.gate(hidden).to(mixed.dtype)
         return self.project_out(mixed)
@@ -50,17 +57,21 @@ class HedgeMamba(HedgehogAttention):
     def gate(self, hidden: Tensor) -> Tensor:
         """SiLU(x W + b) (equation 13), [b, t, h, p], fp32 at least; 1 at W = 0, δ = 0."""
         (logits,) = widen(self.gate_proj(hidden))
-        return F.silu(logits + GATE_OFFSET).unflatten(-1, (self.num_local_heads, self.head_dim))
+        return self.by_head(F.silu(logits + GATE_OFFSET))
+
+    def by_head(self, features: Tensor) -> Tensor:
+        """[b, t, h · p] → [b, t, h, p]."""
+        return features.unflatten(-1, (self.num_local_heads, self.head_dim))
 
 
 class CausalConv(nn.Module):
-    """Depthwise causal convolution over time (equation 12), without activation; starts as the identity: last tap 1."""
+    """Depthwise causal convolution over time (equation 12), without activation; `init` says how its taps start, its bias at 0."""
 
-    def __init__(self, config: ModelConfig, tensor_parallel: TensorParallel):
+    def __init__(self, config: ModelConfig, tensor_parallel: TensorParallel, init: Init):
         super().__init__()
         self.tensor_parallel = tensor_parallel
         shape = (config.hidden_size, config.mixer.conv_kernel)
-        self.weight = declare_parameter(shape, Init(pattern=last_tap), tensor_parallel, weight_decay=False)
+        self.weight = declare_parameter(shape, init, tensor_parallel, weight_decay=False)
         self.bias = declare_parameter((config.hidden_size,), ZEROS, tensor_parallel)
 
     def forward(self, x: Tensor, boundaries: Tensor | None) -> Tensor:
@@ -74,7 +85,7 @@ class CausalConv(nn.Module):
 
 
 def last_tap(shape: tuple[int, ...]) -> Tensor:
-    """[channels, k] zeros, and ones at the tap of the current token."""
+    """[channels, k] zeros, and ones at the tap of the current token: the identity."""
     weight = torch.zeros(shape)
     weight[:, -1] = 1.0
     return weight

@@ -1,0 +1,164 @@
+"""What came of a table's runs: figures of each row, differences between rows, and the Markdown and the curves that show them."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from megahedge.tables.rows import Row, Table
+from megahedge.utils.errors import InputError
+
+CERTAIN = 2.0
+"""Standard errors of a difference from which on it is called one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Of a row: validation losses in nats a token by seed, None where a run has diverged."""
+
+    row: Row
+    losses: tuple[float | None, ...]
+    teacher_loss: float
+    """Of the row's teacher, likewise."""
+    tokens: int
+    """Of both stages."""
+    seconds: float
+    """Wall time of the runs of one seed, on the mean; a stage 1 that rows share counts in each of them."""
+
+    @property
+    def loss(self) -> float | None:
+        """Mean over the seeds; None where one of them has diverged."""
+        return None if None in self.losses else statistics.mean(self.losses)
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation over the seeds; None where it is not known."""
+        return None if self.loss is None or len(self.losses) < 2 else statistics.stdev(self.losses)
+
+    @property
+    def perplexity(self) -> float | None:
+        """e to the mean loss."""
+        return None if self.loss is None else math.exp(self.loss)
+
+    @property
+    def above_teacher(self) -> float | None:
+        """Loss over the teacher's; None for the teacher itself."""
+        return None if self.loss is None or not self.row.trained else self.loss - self.teacher_loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Loss of a row less that of another, in nats a token."""
+
+    rows: tuple[Row, Row]
+    value: float | None
+    error: float | None
+    """Standard error; None where a row has one seed."""
+
+    @classmethod
+    def of(cls, first: Result, second: Result) -> "Difference":
+        """The seeds are independent of each other."""
+        value = None if None in (first.loss, second.loss) else first.loss - second.loss
+        spreads = (first.spread, second.spread)
+        known = None not in spreads and value is not None
+        return cls((first.row, second.row), value, _standard_error(first, second) if known else None)
+
+    def sentence(self) -> str:
+        """For people."""
+        pair = f"{self.rows[0].model} against {self.rows[1].model}"
+        if self.value is None:
+            return f"{pair}: not known, as a run has diverged"
+        if self.error is None:
+            return f"{pair}: {self.value:+.4f}; one seed says nothing of the spread"
+        verdict = "a difference" if abs(self.value) >= CERTAIN * self.error else "inside the spread of the seeds"
+        return f"{pair}: {self.value:+.4f} ± {self.error:.4f}, {verdict}"
+
+
+def _standard_error(first: Result, second: Result) -> float:
+    return math.sqrt(sum(result.spread**2 / len(result.losses) for result in (first, second)))
+
+
+def differences(table: Table, results: Sequence[Result]) -> list[Difference]:
+    """Of the pairs that the table compares."""
+    by_name = {result.row.name: result for result in results}
+    return [Difference.of(by_name[first], by_name[second]) for first, second in table.compare]
+
+
+def markdown(table: Table, results: Sequence[Result]) -> str:
+    """The table beside the paper's numbers, and the differences beneath it."""
+    lines = [f"## {table.name}: {table.title}", ""]
+    lines += ["| row | tokens | loss | ± seeds | perplexity | above the teacher | paper | minutes |", "|---|---|---|---|---|---|---|---|"]
+    lines += ["| " + " | ".join(_cells(result)) + " |" for result in results]
+    if any(result.row.ours for result in results):
+        lines += ["", "\\* a row of ours, which the paper does not have"]
+    if table.compare:
+        lines += ["", "Differences of loss:", ""] + [f"- {difference.sentence()}" for difference in differences(table, results)]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(result: Result) -> list[str]:
+    row, trained = result.row, result.row.trained
+    return [
+        row.model + (" \\*" if row.ours else ""),
+        f"{result.tokens / 1e6:.4g}M" if trained else "",
+        _show(result.loss, ".4f", "diverged"),
+        _show(result.spread, ".4f"),
+        _show(result.perplexity, ".2f", "diverged"),
+        _show(result.above_teacher, "+.4f"),
+        "" if row.paper_perplexity is None else str(row.paper_perplexity),
+        f"{result.seconds / 60:.1f}" if trained else "",
+    ]
+
+
+def _show(value: float | None, form: str, unknown: str = "") -> str:
+    return unknown if value is None else format(value, form)
+
+
+def as_record(table: Table, results: Sequence[Result]) -> dict:
+    """All of it for other programs."""
+    rows = [
+        {"name": result.row.name, "model": result.row.model, "ours": result.row.ours, "paper_perplexity": result.row.paper_perplexity}
+        | {"losses": list(result.losses), "loss": result.loss, "spread": result.spread, "perplexity": result.perplexity}
+        | {"teacher_loss": result.teacher_loss, "tokens": result.tokens, "seconds": result.seconds}
+        for result in results
+    ]
+    compared = [
+        {"rows": [row.name for row in difference.rows], "difference": difference.value, "standard_error": difference.error}
+        for difference in differences(table, results)
+    ]
+    return {"table": table.name, "title": table.title, "rows": rows, "differences": compared}
+
+
+# ---- curves -----------------------------------------------------------------------------------------------------------------------
+
+Curve = list[tuple[int, float]]
+"""Tokens so far, and the validation perplexity there."""
+
+
+def check_plotting() -> None:
+    """Raises InputError where matplotlib is missing: before the runs that a plot would be made of."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise InputError("the curves are drawn by matplotlib, which is not installed: pip install matplotlib, or --no_plot") from None
+
+
+def plot(curves: dict[str, list[Curve]], teacher_perplexity: float, title: str, path: Path) -> None:
+    """A line for each row, by its model, through the geometric means of its seeds; the axis of the perplexity is logarithmic."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    for model, seeds in curves.items():
+        tokens = [point[0] for point in seeds[0]]
+        means = [math.exp(statistics.mean(math.log(curve[k][1]) for curve in seeds)) for k in range(len(tokens))]
+        axes.plot([count / 1e6 for count in tokens], means, marker="o", markersize=3, label=model)
+    axes.axhline(teacher_perplexity, color="black", linestyle="--", linewidth=1, label="teacher")
+    axes.set(xlabel="million tokens of both stages", ylabel="validation perplexity", yscale="log", title=title)
+    axes.grid(which="both", alpha=0.3)
+    axes.legend()
+    figure.savefig(path, bbox_inches="tight")
+    pyplot.close(figure)

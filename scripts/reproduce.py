@@ -1,0 +1,164 @@
+"""A table of the paper as one command: its rows are run, evaluated and printed beside the paper's numbers.
+
+python scripts/reproduce.py table2 --scale small --seeds 1 2
+
+Runs lie below --output_dir, where rows and tables that share a stage 1 find it; a second start repeats nothing that has ended.
+`--scale paper` prints the commands, in an order in which each finds what it starts from.
+"""
+
+import dataclasses
+import functools
+import math
+import shlex
+from pathlib import Path
+
+from megahedge.evaluation.evaluate import evaluate
+from megahedge.evaluation.options import EvaluateOptions
+from megahedge.tables.report import Curve, Result, as_record, check_plotting, markdown, plot
+from megahedge.tables.rows import Row, Table, read_scale, read_table
+from megahedge.tables.runs import Planner, RowRuns, curve
+from megahedge.utils.cli import parse_options, positional, run_main
+from megahedge.utils.errors import InputError
+from megahedge.utils.files import atomic_write, write_json
+from megahedge.utils.jobs import Job, run_jobs
+from megahedge.utils.versions import code_version
+
+SCRIPTS = Path(__file__).parent
+CONFIGS = SCRIPTS / "configs"
+LAUNCHER = "deepspeed"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReproduceOptions:
+    """scripts/reproduce.py"""
+
+    table: str = positional()
+    """table1, table2, table3, table4 or table6, as in scripts/configs/tables.yaml."""
+    scale: str = "small"
+    """small runs the table here; paper prints its commands.  A file of scripts/configs/scales."""
+    teacher: str | None = None
+    """Folder or hub name in place of the scale's teacher pythia-1b."""
+    data_path: str | None = None
+    """Prefix of indexed data in place of the scale's."""
+    seeds: tuple[int, ...] = (1, 2)
+    """Seeds of data order and fresh parameters."""
+    rows: tuple[str, ...] = ()
+    """Rows to run, by name (default: all of the table)."""
+    output_dir: str = "runs/tables"
+    """Folder of the runs, and of the tables that are made of them."""
+    parallel: int = 1
+    """Runs at a time."""
+    plot: bool = True
+    """Draw the curves of a table that has them."""
+
+    def __post_init__(self):
+        if not self.seeds:
+            raise InputError("--seeds needs at least one value")
+        if self.parallel < 1:
+            raise InputError(f"--parallel={self.parallel} must be at least 1")
+
+
+class Reproduction:
+    """A table, what it takes, and what came of it."""
+
+    def __init__(self, options: ReproduceOptions):
+        self.options = options
+        self.table = _some_rows(read_table(CONFIGS, options.table), options.rows)
+        scale = read_scale(CONFIGS, options.scale)
+        if options.teacher is not None:
+            scale = dataclasses.replace(scale, teachers=scale.teachers | {"pythia-1b": options.teacher})
+        if options.data_path is not None:
+            scale = dataclasses.replace(scale, common=scale.common | {"data_path": options.data_path})
+        self.scale = scale
+        self.planner = Planner(scale, SCRIPTS, Path(options.output_dir), curves=self.table.curves)
+        self.runs = {row.name: [self.planner.runs(row, seed) for seed in options.seeds] for row in self.table.rows}
+
+    def jobs(self) -> list[list[Job]]:
+        """First stages, each once, then second ones, which start from them."""
+        everything = [runs for seeds in self.runs.values() for runs in seeds]
+        stages = ([runs.stage1 for runs in everything], [runs.stage2 for runs in everything])
+        return [list({job.folder: job for job in jobs if job is not None}.values()) for jobs in stages]
+
+    def run(self) -> list[Result]:
+        """Run what has not ended, and evaluate."""
+        for jobs in self.jobs():
+            run_jobs(jobs, self.options.parallel)
+        return [self._result(row) for row in self.table.rows]
+
+    def _result(self, row: Row) -> Result:
+        teacher = self.teacher_loss(self.scale.teacher(row))
+        if not row.trained:
+            return Result(row, (teacher,), teacher, 0, 0.0)
+        seeds = self.runs[row.name]
+        losses = tuple(runs.last.summary()["validation_loss"] for runs in seeds)
+        seconds = sum(job.seconds() for runs in seeds for job in runs.jobs) / len(seeds)
+        return Result(row, losses, teacher, sum(job.summary()["tokens"] for job in seeds[0].jobs), seconds)
+
+    @functools.cache  # noqa: B019 - one reproduction lives as long as its process
+    def teacher_loss(self, teacher: str) -> float:
+        """Of a folder or hub name, on what the runs are scored on."""
+        common = self.scale.common
+        names = ("data_path", "seq_len", "eval_tokens")
+        asked = EvaluateOptions(model=teacher, **{name: common[name] for name in names if name in common})
+        return evaluate(asked).perplexity.loss
+
+    def curves(self) -> dict[str, list[Curve]]:
+        """By the row's model, those of its seeds that have not diverged."""
+        found = {row.model: [curve(runs) for runs in self.runs[row.name] if not _diverged(runs)] for row in self.table.rows}
+        return {model: curves for model, curves in found.items() if curves}
+
+
+def _some_rows(table: Table, names: tuple[str, ...]) -> Table:
+    if not names:
+        return table
+    known = {row.name: row for row in table.rows}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise InputError(f"--rows: {', '.join(unknown)} is none of {table.name}'s; it has {', '.join(known)}")
+    compare = tuple(pair for pair in table.compare if set(pair) <= set(names))
+    return dataclasses.replace(table, rows=tuple(known[name] for name in names), compare=compare)
+
+
+def _diverged(runs: RowRuns) -> bool:
+    return runs.last is None or runs.last.summary()["validation_loss"] is None
+
+
+def print_commands(reproduction: Reproduction) -> None:
+    """For a shell or for the lines of a Slurm array; the jobs of a block do not wait for each other."""
+    for number, jobs in enumerate(reproduction.jobs(), start=1):
+        print(f"# {len(jobs)} runs of stage {number}" + (", which start from those above" if number == 2 else ""))
+        for job in jobs:
+            words = [LAUNCHER, *job.command()[1:]]
+            print(shlex.join(words))
+
+
+def write(reproduction: Reproduction, results: list[Result]) -> str:
+    """The table's files below --output_dir; returns its Markdown."""
+    options, table = reproduction.options, reproduction.table
+    folder, text = Path(options.output_dir), markdown(table, results)
+    record = as_record(table, results) | {"options": dataclasses.asdict(options), "code": code_version()}
+    if table.curves:
+        record["curves"] = reproduction.curves()
+        if options.plot:
+            teacher = math.exp(results[0].teacher_loss)
+            plot(record["curves"], teacher, f"{table.name}: {table.title}", folder / f"{table.name}.svg")
+    write_json(folder / f"{table.name}.json", record)
+    with atomic_write(folder / f"{table.name}.md", "w") as handle:
+        handle.write(text)
+    return text
+
+
+def main() -> None:
+    """Entry point."""
+    options = parse_options(ReproduceOptions, prog="reproduce.py", description="Run a table of the paper.")
+    reproduction = Reproduction(options)
+    if options.scale == "paper":
+        print_commands(reproduction)
+        return
+    if reproduction.table.curves and options.plot:
+        check_plotting()
+    print(write(reproduction, reproduction.run()))
+
+
+if __name__ == "__main__":
+    run_main(main)

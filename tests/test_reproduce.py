@@ -1,0 +1,87 @@
+"""scripts/reproduce.py: a table from its rows to its files, and the commands at the paper's size."""
+
+import importlib
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megahedge.utils.errors import InputError
+from megahedge.utils.files import read_json, write_json
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def reproduce(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    return importlib.import_module("reproduce")
+
+
+@pytest.fixture
+def finished(reproduce, monkeypatch):
+    """A function that runs a table with made-up losses, by the name of the run; the teacher's is 3.  Returns the names of all runs."""
+
+    def make(options, loss) -> tuple[str, list[str]]:
+        asked = []
+
+        def run_jobs(jobs, parallel):
+            for job in jobs:
+                asked.append(job.folder.name)
+                job.folder.mkdir(parents=True)
+                value = loss(job.folder.name)
+                write_json(job.folder / "summary.json", {"validation_loss": value, "tokens": job.options["train_tokens"]})
+                (job.folder / "metrics.jsonl").write_text('{"kind": "eval", "step": 5, "perplexity": 20.0}\n')
+
+        monkeypatch.setattr(reproduce, "run_jobs", run_jobs)
+        monkeypatch.setattr(reproduce.Reproduction, "teacher_loss", lambda self, teacher: 3.0)
+        reproduction = reproduce.Reproduction(options)
+        return reproduce.write(reproduction, reproduction.run()), asked
+
+    return make
+
+
+def test_a_table_runs_shared_first_stages_once_and_before_what_starts_from_them(reproduce, finished, tmp_path):
+    options = reproduce.ReproduceOptions(table="table2", output_dir=str(tmp_path))
+    text, asked = finished(options, lambda name: 3.5 if "gate" in name else 3.8)
+    assert [name for name in asked if name.startswith("stage1")] == [f"stage1-pythia-1b-paper-0.2499M-seed{seed}" for seed in (1, 2)]
+    assert asked[:2] == [name for name in asked if name.startswith("stage1")] and len(asked) == len(set(asked)) == 2 + 2 * 8
+    assert "| gate alone, 50/50 \\* | 0.5M | 3.5000 |" in text and "| Hedgehog, 50/50 | 0.5M | 3.8000 |" in text
+    assert text == (tmp_path / "table2.md").read_text()
+    record = read_json(tmp_path / "table2.json")
+    assert record["options"]["seeds"] == [1, 2] and len(record["rows"]) == 8
+
+
+def test_curves_count_the_tokens_of_both_stages(reproduce, finished, tmp_path):
+    options = reproduce.ReproduceOptions(
+        table="table3", output_dir=str(tmp_path), plot=False, rows=("hedgemamba-10-90", "hedgemamba-0-100")
+    )
+    _, asked = finished(options, lambda name: 3.5)
+    curves = read_json(tmp_path / "table3.json")["curves"]
+    step = 8 * 256
+    stage1_tokens = round(500_000 * 0.1 / step) * step
+    assert curves["HedgeMamba, 10/90"] == [[[5 * step, 20.0], [stage1_tokens + 5 * step, 20.0]]] * 2
+    assert curves["HedgeMamba, 0/100"] == [[[5 * step, 20.0]]] * 2
+    assert len(asked) == 2 + 4
+
+
+def test_the_paper_scale_prints_commands_in_an_order_in_which_they_can_run(reproduce, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.argv", ["reproduce.py", "table1", "--scale", "paper", "--seeds", "1", "--output_dir", str(tmp_path)])
+    reproduce.main()
+    commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
+    made = set()
+    for words in commands:
+        options = dict(zip(words[2::2], words[3::2], strict=False))
+        assert words[0] == "deepspeed" and Path(words[1]).name in ("stage1.py", "stage2.py")
+        assert options.get("--init_from") is None or options["--init_from"] in made
+        made.add(options["--output_dir"])
+    assert len(made) == len(commands) == 4 + 7  # stage 1 at 50/50, 10/90, with RoPE before, tuned; seven rows that train
+
+
+def test_what_a_table_lacks_is_refused_before_anything_runs(reproduce, tmp_path):
+    with pytest.raises(InputError, match=r"--rows: gate-50-50 is none of table1's; it has teacher, "):
+        reproduce.Reproduction(reproduce.ReproduceOptions(table="table1", rows=("gate-50-50",), output_dir=str(tmp_path)))
+    with pytest.raises(InputError, match="needs the teacher pythia-160m; the scale small has pythia-1b"):
+        reproduce.Reproduction(reproduce.ReproduceOptions(table="table6", output_dir=str(tmp_path)))
+    with pytest.raises(InputError, match="--seeds needs at least one value"):
+        reproduce.ReproduceOptions(table="table1", seeds=())
