@@ -4,9 +4,8 @@ import dataclasses
 import os
 from pathlib import Path
 
-import yaml
-
 from megahedge.utils.errors import InputError
+from megahedge.utils.files import read_yaml_object
 from megahedge.utils.words import either
 
 
@@ -119,14 +118,8 @@ def read_scale(configs: Path, name: str) -> Scale:
     return Scale(**given | {"rates": {recipe: Rates(**_checked(Rates, rates, path)) for recipe, rates in given["rates"].items()}})
 
 
-def _read(path: os.PathLike) -> dict:
-    try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise InputError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(found, dict):
-        raise InputError(f"{path} must hold values by name")
-    return found
+def _read(path: Path) -> dict:
+    return read_yaml_object(path, str(path))
 
 
 def _checked(kind: type, values: dict, path: os.PathLike) -> dict:

@@ -15,12 +15,12 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable
-from pathlib import Path
 
 import jsonargparse
 import yaml
 
 from megahedge.utils.errors import InputError, RunError
+from megahedge.utils.files import read_yaml_object
 from megahedge.utils.units import parse_count
 
 Count = typing.NewType("Count", int)
@@ -62,13 +62,7 @@ class _Parser(jsonargparse.ArgumentParser):
 
 def read_options_file(path: str | os.PathLike, option: str) -> dict:
     """A YAML file of options by name, which the user has given as --`option`.  Raises InputError if it is not one."""
-    try:
-        options = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise InputError(f"--{option}={path} cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(options, dict):
-        raise InputError(f"--{option}={path} must hold options by name, such as `seq_len: 1024`")
-    return options
+    return read_yaml_object(path, f"--{option}={path}", "options by name, such as `seq_len: 1024`")
 
 
 class _ConfigFile(jsonargparse.ActionConfigFile):

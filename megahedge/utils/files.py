@@ -13,6 +13,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import yaml
+
 from megahedge.utils.errors import InputError, RunError
 
 _TEMPORARY = ".tmp"
@@ -187,6 +189,17 @@ def read_json_object(path: str | os.PathLike) -> dict:
         raise InputError(f"{path} is damaged: {error}") from error
     if not isinstance(value, dict):
         raise InputError(f"{path} is damaged: a JSON object is expected")
+    return value
+
+
+def read_yaml_object(path: str | os.PathLike, called: str, content: str = "values by name") -> dict:
+    """The mapping in a YAML file.  Raises InputError, which calls the file `called`, if there is none or it holds no `content`."""
+    try:
+        value = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise InputError(f"{called} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{called} must hold {content}")
     return value
 
 
