@@ -2,7 +2,8 @@
 
 python scripts/reproduce.py table2 --scale small --seeds 1 2
 
-Runs lie below --output_dir, where rows and tables that share a stage 1 find it; a second start repeats nothing that has ended.
+Runs lie below --output_dir, in a folder of the scale, where rows and tables that share a run find it; a second start repeats nothing
+that has ended.
 `--scale paper` prints the commands, in an order in which each finds what it starts from.
 """
 
@@ -70,7 +71,8 @@ class Reproduction:
         if options.data_path is not None:
             scale = dataclasses.replace(scale, common=scale.common | {"data_path": options.data_path})
         self.scale = scale
-        self.planner = Planner(scale, SCRIPTS, Path(options.output_dir), curves=self.table.curves)
+        self.folder = Path(options.output_dir) / scale.name
+        self.planner = Planner(scale, SCRIPTS, self.folder)
         self.runs = {row.name: [self.planner.runs(row, seed) for seed in options.seeds] for row in self.table.rows}
 
     def jobs(self) -> list[list[Job]]:
@@ -133,9 +135,9 @@ def print_commands(reproduction: Reproduction) -> None:
 
 
 def write(reproduction: Reproduction, results: list[Result]) -> str:
-    """The table's files below --output_dir; returns its Markdown."""
-    options, table = reproduction.options, reproduction.table
-    folder, text = Path(options.output_dir), markdown(table, results)
+    """The table's files beside its runs; returns its Markdown."""
+    options, table, folder = reproduction.options, reproduction.table, reproduction.folder
+    text = markdown(table, results)
     record = as_record(table, results) | {"options": dataclasses.asdict(options), "code": code_version()}
     if table.curves:
         record["curves"] = reproduction.curves()

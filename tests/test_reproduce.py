@@ -28,7 +28,8 @@ def finished(reproduce, monkeypatch):
         def run_jobs(jobs, parallel):
             for job in jobs:
                 asked.append(job.folder.name)
-                job.folder.mkdir(parents=True)
+                job.claim()
+                job.folder.mkdir(parents=True, exist_ok=True)
                 value = loss(job.folder.name)
                 write_json(job.folder / "summary.json", {"validation_loss": value, "tokens": job.options["train_tokens"]})
                 (job.folder / "metrics.jsonl").write_text('{"kind": "eval", "step": 5, "perplexity": 20.0}\n')
@@ -47,8 +48,8 @@ def test_a_table_runs_shared_first_stages_once_and_before_what_starts_from_them(
     assert [name for name in asked if name.startswith("stage1")] == [f"stage1-pythia-1b-paper-0.2499M-seed{seed}" for seed in (1, 2)]
     assert asked[:2] == [name for name in asked if name.startswith("stage1")] and len(asked) == len(set(asked)) == 2 + 2 * 8
     assert "| gate alone, 50/50 \\* | 0.5M | 3.5000 |" in text and "| Hedgehog, 50/50 | 0.5M | 3.8000 |" in text
-    assert text == (tmp_path / "table2.md").read_text()
-    record = read_json(tmp_path / "table2.json")
+    assert text == (tmp_path / "small" / "table2.md").read_text()
+    record = read_json(tmp_path / "small" / "table2.json")
     assert record["options"]["seeds"] == [1, 2] and len(record["rows"]) == 8
 
 
@@ -57,12 +58,22 @@ def test_curves_count_the_tokens_of_both_stages(reproduce, finished, tmp_path):
         table="table3", output_dir=str(tmp_path), plot=False, rows=("hedgemamba-10-90", "hedgemamba-0-100")
     )
     _, asked = finished(options, lambda name: 3.5)
-    curves = read_json(tmp_path / "table3.json")["curves"]
+    curves = read_json(tmp_path / "small" / "table3.json")["curves"]
     step = 8 * 256
     stage1_tokens = round(500_000 * 0.1 / step) * step
     assert curves["HedgeMamba, 10/90"] == [[[5 * step, 20.0], [stage1_tokens + 5 * step, 20.0]]] * 2
     assert curves["HedgeMamba, 0/100"] == [[[5 * step, 20.0]]] * 2
     assert len(asked) == 2 + 4
+
+
+def test_tables_share_the_runs_of_their_common_rows(reproduce, finished, tmp_path):
+    """Whichever is made first; with curves or without, a run's options are the same."""
+    asked = {
+        table: finished(reproduce.ReproduceOptions(table=table, output_dir=str(tmp_path), plot=False), lambda name: 3.5)[1]
+        for table in ("table1", "table2", "table3", "table4")
+    }
+    for row, tables in {"hedgemamba-10-90": ("table1", "table3", "table4"), "hedgehog-50-50": ("table1", "table2")}.items():
+        assert all(f"stage2-{row}-seed1" in asked[table] for table in tables)
 
 
 def test_the_paper_scale_prints_commands_in_an_order_in_which_they_can_run(reproduce, capsys, monkeypatch, tmp_path):

@@ -10,7 +10,7 @@ from megahedge.tables.rows import Row, Table
 from megahedge.utils.errors import InputError
 
 CERTAIN = 2.0
-"""Standard errors of a difference from which on it is called one."""
+"""Standard errors beyond which a difference is called one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Difference:
 
     @classmethod
     def of(cls, first: Result, second: Result) -> "Difference":
-        """The seeds are independent of each other."""
+        """Takes all runs as independent: that two rows share the seeds' order of data, and maybe a stage 1, is not made use of."""
         value = None if None in (first.loss, second.loss) else first.loss - second.loss
         spreads = (first.spread, second.spread)
         known = None not in spreads and value is not None
@@ -71,7 +71,7 @@ class Difference:
             return f"{pair}: not known, as a run has diverged"
         if self.error is None:
             return f"{pair}: {self.value:+.4f}; one seed says nothing of the spread"
-        verdict = "a difference" if abs(self.value) >= CERTAIN * self.error else "inside the spread of the seeds"
+        verdict = "a difference" if abs(self.value) > CERTAIN * self.error else "inside the spread of the seeds"
         return f"{pair}: {self.value:+.4f} ± {self.error:.4f}, {verdict}"
 
 

@@ -68,7 +68,7 @@ class Scale:
     rates: dict[str, Rates]
     """By recipe."""
     curve_points: int
-    """Evaluations over the tokens of a row whose curve is drawn."""
+    """Evaluations over the tokens of a row with a budget of 1."""
 
     def teacher(self, row: Row) -> str:
         """Raises InputError where the scale has none of that name."""

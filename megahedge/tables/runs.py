@@ -8,7 +8,7 @@ from megahedge.tables.rows import Row, Scale
 from megahedge.utils.jobs import Job
 
 NEVER = 10**9
-"""An interval that no run reaches: where the scale says nothing else, it evaluates and saves once, at its end."""
+"""An interval that no run reaches: where the scale says nothing else, it saves once, at its end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,14 +31,12 @@ class RowRuns:
 
 @dataclasses.dataclass(frozen=True)
 class Planner:
-    """Makes commands of rows; rows whose first stages have the same options get the same run."""
+    """Makes commands of rows.  A run depends on its row alone, so that tables share it; rows with the same stage 1 share that."""
 
     scale: Scale
     scripts: Path
     """Folder of stage1.py and stage2.py."""
     output_dir: Path
-    curves: bool = False
-    """Evaluate along the way too."""
 
     def runs(self, row: Row, seed: int) -> RowRuns:
         """Raises InputError where the scale lacks the row's teacher."""
@@ -59,13 +57,13 @@ class Planner:
         return self.scale.common["seq_len"] * self.scale.common["global_batch_size"]
 
     def _common(self, row: Row, seed: int, tokens: int) -> dict:
-        common = {"save_interval": NEVER, "eval_interval": NEVER} | self.scale.common
-        common |= {"recipe": row.recipe, "seed": seed, "train_tokens": tokens}
-        return common | ({"eval_interval": self._eval_interval(row)} if self.curves else {})
+        common = {"save_interval": NEVER, "eval_interval": self._eval_interval} | self.scale.common
+        return common | {"recipe": row.recipe, "seed": seed, "train_tokens": tokens}
 
-    def _eval_interval(self, row: Row) -> int:
-        """Steps, so that both stages together are evaluated `curve_points` times."""
-        return max(1, round(self.scale.tokens * row.budget / self._step_tokens / self.scale.curve_points))
+    @property
+    def _eval_interval(self) -> int:
+        """Steps, so that both stages of a row with the whole budget are evaluated `curve_points` times."""
+        return max(1, round(self.scale.tokens / self._step_tokens / self.scale.curve_points))
 
     def _stage1(self, row: Row, seed: int, tokens: int) -> Job:
         rates = self.scale.rates[row.recipe]

@@ -18,6 +18,9 @@ from megahedge.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
+_PR_SET_PDEATHSIG = 1
+_prctl = getattr(ctypes.CDLL(None), "prctl", None)  # of Linux alone
+
 
 @dataclasses.dataclass(frozen=True)
 class Job:
@@ -104,10 +107,6 @@ def _passing_signals_on(running: set[subprocess.Popen]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-_PR_SET_PDEATHSIG = 1
-_prctl = getattr(ctypes.CDLL(None), "prctl", None)
 
 
 def _stop_with_parent() -> None:
