@@ -27,6 +27,8 @@ logger = logging.get_logger(__name__)
 
 CACHE_KEYWORD = "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
 """Under what name this version of transformers hands a cache to `forward`."""
+PIECE = 2048
+"""Tokens of a row that are read at a time where no gradient is wanted: the memory of a long prompt does not grow with it, and is reused."""
 _NO_POSITIONS = "positions and documents are those that attention_mask leaves of a row"
 
 
@@ -158,6 +160,19 @@ class HedgeMambaModel(HedgeMambaPreTrainedModel):
             raise ValueError("there are no tokens: give one at least")
         cache, keeps_cache = self._cache(past_key_values if cache is None else cache, use_cache, batch)
         packing = Packing.of(attention_mask, batch, seq_len)
+        wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        states = [] if wants_states else None
+        if seq_len > PIECE and packing is None and not wants_states and not torch.is_grad_enabled():
+            carried = HedgeMambaCache(len(self.layers)) if cache is None else cache
+            hidden = torch.cat([self._read(piece, None, carried, None) for piece in hidden.split(PIECE, dim=1)], dim=1)
+        else:
+            hidden = self._read(hidden, packing, cache, states)
+        output = HedgeMambaOutput(hidden, cache if keeps_cache else None, None if states is None else (*states, hidden))
+        return output.to_tuple() if return_dict is False else output
+
+    def _read(self, hidden: Tensor, packing: Packing | None, cache: HedgeMambaCache | None, states: list[Tensor] | None) -> Tensor:
+        """Embeddings [b, t, d] → what the head reads, [b, t, d].  Moves the cache on, and appends the input of each layer to states."""
+        batch, seq_len = hidden.shape[:2]
         lengths = None if packing is None else packing.lengths
         hidden = hidden if packing is None else packing.pack(hidden)
         positions = torch.arange(seq_len, device=hidden.device)
@@ -168,17 +183,14 @@ class HedgeMambaModel(HedgeMambaPreTrainedModel):
         def restored(x: Tensor, before: Tensor | None = None) -> Tensor:
             return x if packing is None else packing.unpack(x, before)
 
-        wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        states = []
         for layer in self.layers:
-            if wants_states:
+            if states is not None:
                 states.append(restored(hidden))
             hidden = layer(hidden, rotary, lengths, cache=cache)
         hidden = restored(self.final_layer_norm(hidden), None if cache is None else cache.last_hidden)
         if cache is not None:
             cache.advance(hidden, torch.full((batch,), seq_len, device=hidden.device) if lengths is None else lengths)
-        output = HedgeMambaOutput(hidden, cache if keeps_cache else None, (*states, hidden) if wants_states else None)
-        return output.to_tuple() if return_dict is False else output
+        return hidden
 
     def _cache(self, given: HedgeMambaCache | None, use_cache: bool | None, batch: int) -> tuple[HedgeMambaCache | None, bool]:
         """The cache for the layers to read and write, and whether the caller is to have it."""

@@ -33,5 +33,5 @@ class Rotary:
         """x [b, t, h, p] with its first r features rotated, in x's dtype; the arithmetic is fp32 at least."""
         half = self.cos.shape[-1]
         first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-        rotated = torch.cat((first * self.cos - second * self.sin, second * self.cos + first * self.sin), dim=-1)
-        return torch.cat((rotated.to(x.dtype), rest), dim=-1)
+        rotated = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
+        return torch.cat((*(part.to(x.dtype) for part in rotated), rest), dim=-1)

@@ -1,6 +1,7 @@
 """What transformers' `generate` makes of an exported folder: the cache changes nothing, and neither does padding."""
 
 import copy
+import inspect
 import weakref
 
 import pytest
@@ -46,6 +47,29 @@ def test_any_division_of_a_text_gives_the_logits_of_the_whole(model):
             logits.append(output.logits)
         torch.testing.assert_close(torch.cat(logits, dim=1), expected, **CLOSE)
         assert cache.get_seq_length() == 140
+
+
+@pytest.mark.parametrize("length", [64, 65, 140])
+def test_a_long_text_is_read_piece_by_piece_where_no_gradient_is_wanted(model, monkeypatch, length):
+    """With the logits, and the cache, of a text that is read at once."""
+    tokens, following = tokens_of(length, batch=2), tokens_of(2, batch=2, seed=1)
+    expected = model(tokens, use_cache=False).logits
+    continued = model(torch.cat((tokens, following), dim=1), use_cache=False).logits[:, length:]
+    monkeypatch.setattr(inspect.getmodule(type(model)), "PIECE", 32)
+    read = []
+    with model.gpt_neox.layers[0].register_forward_pre_hook(lambda _, given: read.append(given[0].shape[1])):
+        assert model(tokens, use_cache=False).logits.requires_grad and read == [length]
+        read.clear()
+        with torch.no_grad():
+            alone = model(tokens, use_cache=False)
+            kept = model(tokens, use_cache=True)
+            after = model(following, cache=kept.cache, use_cache=True)
+    pieces = [32] * (length // 32) + [length % 32] * (length % 32 > 0)
+    assert read == [*pieces, *pieces, 2] and alone.cache is None
+    for found in (alone, kept):
+        torch.testing.assert_close(found.logits, expected, **CLOSE)
+    torch.testing.assert_close(after.logits, continued, **CLOSE)
+    assert kept.cache.get_seq_length() == length + 2
 
 
 @torch.no_grad()
