@@ -34,7 +34,7 @@ class ReproduceOptions:
     """scripts/reproduce.py"""
 
     table: str = positional()
-    """table1, table2, table3, table4 or table6, as in scripts/configs/tables.yaml."""
+    """table1, table2, table3, table4 or table6, or recipes, which is ours, as in scripts/configs/tables.yaml."""
     scale: str = "small"
     """small runs the table here; paper prints its commands.  A file of scripts/configs/scales."""
     teacher: str | None = None

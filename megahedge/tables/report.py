@@ -55,6 +55,8 @@ class Difference:
     value: float | None
     error: float | None
     """Standard error; None where a row has one seed."""
+    share: float | None = None
+    """What the first row leaves of the second's distance to the teacher; None where that is no distance, or has another teacher."""
 
     @classmethod
     def of(cls, first: Result, second: Result) -> "Difference":
@@ -62,21 +64,27 @@ class Difference:
         value = None if None in (first.loss, second.loss) else first.loss - second.loss
         spreads = (first.spread, second.spread)
         known = None not in spreads and value is not None
-        return cls((first.row, second.row), value, _standard_error(first, second) if known else None)
+        return cls((first.row, second.row), value, _standard_error(first, second) if known else None, _share(first, second))
 
     def sentence(self) -> str:
         """For people."""
         pair = f"{self.rows[0].model} against {self.rows[1].model}"
         if self.value is None:
             return f"{pair}: not known, as a run has diverged"
+        share = "" if self.share is None else f"; leaves {self.share:.3f} of the other's distance to the teacher"
         if self.error is None:
-            return f"{pair}: {self.value:+.4f}; one seed says nothing of the spread"
+            return f"{pair}: {self.value:+.4f}{share}; one seed says nothing of the spread"
         verdict = "a difference" if abs(self.value) > CERTAIN * self.error else "inside the spread of the seeds"
-        return f"{pair}: {self.value:+.4f} ± {self.error:.4f}, {verdict}"
+        return f"{pair}: {self.value:+.4f} ± {self.error:.4f}, {verdict}{share}"
 
 
 def _standard_error(first: Result, second: Result) -> float:
     return math.sqrt(sum(result.spread**2 / len(result.losses) for result in (first, second)))
+
+
+def _share(first: Result, second: Result) -> float | None:
+    whole, left = second.above_teacher, first.above_teacher
+    return None if None in (whole, left) or whole <= 0 or first.row.teacher != second.row.teacher else left / whole
 
 
 def differences(table: Table, results: Sequence[Result]) -> list[Difference]:
@@ -125,6 +133,7 @@ def as_record(table: Table, results: Sequence[Result]) -> dict:
     ]
     compared = [
         {"rows": [row.name for row in difference.rows], "difference": difference.value, "standard_error": difference.error}
+        | {"share": difference.share}
         for difference in differences(table, results)
     ]
     return {"table": table.name, "title": table.title, "rows": rows, "differences": compared}

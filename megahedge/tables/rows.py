@@ -21,6 +21,7 @@ class Row:
     recipe: str
     budget: float
     stage1_share: float
+    rate_factor: float
     separate_rate: bool
     ours: bool
     stage1: dict
@@ -105,6 +106,8 @@ def read_row(configs: Path, name: str) -> Row:
     row = Row(**_checked(Row, merged | {"name": name}, path))
     if not 0 <= row.stage1_share <= 1 or not 0 < row.budget <= 1:
         raise InputError(f"{path}: stage1_share={row.stage1_share} lies between 0 and 1, budget={row.budget} above 0 and up to 1")
+    if not row.rate_factor > 0:
+        raise InputError(f"{path}: rate_factor={row.rate_factor} must be above 0")
     return row
 
 

@@ -73,8 +73,8 @@ class Planner:
     def _stage2(self, row: Row, seed: int, tokens: int, stage1: Job | None) -> Job:
         rates = self.scale.rates[row.recipe]
         start = {"init_from": str(stage1.folder)} if stage1 else {"stage1_steps": 0, "teacher": self.scale.teacher(row)}
-        lr_new = {"lr_new": rates.lr_new} if row.separate_rate else {}
-        options = self._common(row, seed, tokens) | start | {"lr": rates.stage2} | lr_new | row.stage2
+        lr_new = {"lr_new": rates.lr_new * row.rate_factor} if row.separate_rate else {}
+        options = self._common(row, seed, tokens) | start | {"lr": rates.stage2 * row.rate_factor} | lr_new | row.stage2
         return self._job("stage2", row.name, options, seed)
 
     def _job(self, stage: str, what: str, options: dict, seed: int) -> Job:

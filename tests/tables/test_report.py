@@ -9,8 +9,8 @@ from megahedge.tables.rows import Row, Table
 
 
 def row(name: str, **changes) -> Row:
-    base = {"model": name.title(), "teacher": "t", "recipe": "paper", "budget": 1.0, "stage1_share": 0.5, "separate_rate": False}
-    return Row(name=name, **base | {"ours": False, "stage1": {}, "stage2": {}} | changes)
+    base = {"model": name.title(), "teacher": "t", "recipe": "paper", "budget": 1.0, "stage1_share": 0.5, "rate_factor": 1.0}
+    return Row(name=name, **base | {"separate_rate": False, "ours": False, "stage1": {}, "stage2": {}} | changes)
 
 
 def result(name: str, *losses: float | None, **changes) -> Result:
@@ -34,10 +34,10 @@ def test_a_row_shows_mean_and_spread_beside_the_paper():
     ("first", "second", "told"),
     [
         # standard errors: sqrt((0.1414^2 + 0.1414^2) / 2) = 0.1414, and 0.0141 with a tenth of the spread
-        ((3.2, 3.4), (3.3, 3.5), "-0.1000 ± 0.1414, inside the spread of the seeds"),
-        ((3.29, 3.31), (3.39, 3.41), "-0.1000 ± 0.0141, a difference"),
-        ((3.3, 3.3), (3.3, 3.3), "+0.0000 ± 0.0000, inside the spread of the seeds"),
-        ((3.3,), (3.4,), "-0.1000; one seed says nothing of the spread"),
+        ((3.2, 3.4), (3.3, 3.5), "-0.1000 ± 0.1414, inside the spread of the seeds; leaves 0.750 of the other's distance to the teacher"),
+        ((3.29, 3.31), (3.39, 3.41), "-0.1000 ± 0.0141, a difference; leaves 0.750 of the other's distance to the teacher"),
+        ((3.3, 3.3), (3.3, 3.3), "+0.0000 ± 0.0000, inside the spread of the seeds; leaves 1.000 of the other's distance to the teacher"),
+        ((3.3,), (3.4,), "-0.1000; leaves 0.750 of the other's distance to the teacher; one seed says nothing of the spread"),
         ((3.3, None), (3.4, 3.4), "not known, as a run has diverged"),
     ],
 )
@@ -46,12 +46,19 @@ def test_a_difference_is_called_one_beyond_the_spread_of_the_seeds_only(first, s
     assert sentence == "Gate against Conv: " + told
 
 
+def test_no_share_is_told_of_what_is_no_distance_or_of_another_teachers():
+    better, other = result("gate", 2.9, 2.9), result("conv", 3.2, 3.2, teacher="u")
+    assert Difference.of(result("conv", 3.2, 3.2), better).share is None  # already below the teacher
+    assert Difference.of(result("gate", 3.1, 3.1), other).share is None
+    assert Difference.of(TEACHER, other).share is None
+
+
 def test_a_run_that_diverged_is_a_row_without_figures():
     results = [TEACHER, result("gate", 3.2, None), result("conv", 3.5, 3.7)]
     assert "| Gate | 0.5M | diverged |  | diverged |" in markdown(TABLE, results)
     record = as_record(TABLE, results)
     assert (record["rows"][1]["losses"], record["rows"][1]["loss"]) == ([3.2, None], None)
-    assert record["differences"] == [{"rows": ["gate", "conv"], "difference": None, "standard_error": None}]
+    assert record["differences"] == [{"rows": ["gate", "conv"], "difference": None, "standard_error": None, "share": None}]
     assert differences(TABLE, results)[0].value is None
 
 

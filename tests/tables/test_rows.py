@@ -74,6 +74,7 @@ def test_every_row_plans_its_steps_and_tokens(name, planner, monkeypatch):
         assert options.save_interval <= 1000  # hours of eight GPUs
     if stage2 is not None:
         assert (stage2.init_from is None) == (steps[0] == 0) and (stage2.lr_new is not None) == row.separate_rate
+        assert stage2.lr == 1e-5 * row.rate_factor
 
 
 @pytest.mark.parametrize("name", [name for name in ROWS if name.endswith("10-90") and read_row(CONFIGS, name).budget == 1.0])
@@ -119,7 +120,7 @@ def test_rows_with_the_same_first_stage_share_its_run(planner):
 
 
 def test_a_table_is_named_with_those_that_there_are():
-    with pytest.raises(InputError, match="TABLE=table5 is not known; use table1, table2, table3, table4 or table6"):
+    with pytest.raises(InputError, match="TABLE=table5 is not known; use table1, table2, table3, table4, table6 or recipes"):
         read_table(CONFIGS, "table5")
     with pytest.raises(InputError, match="--scale=tiny is not known; use paper or small"):
         read_scale(CONFIGS, "tiny")
