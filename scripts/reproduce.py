@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import math
 import shlex
+import sys
 from pathlib import Path
 
 from megahedge.evaluation.evaluate import evaluate
@@ -134,11 +135,14 @@ def print_commands(reproduction: Reproduction) -> None:
             print(shlex.join(words))
 
 
-def write(reproduction: Reproduction, results: list[Result]) -> str:
-    """The table's files beside its runs; returns its Markdown."""
+def write(reproduction: Reproduction, results: list[Result], command: str) -> str:
+    """The table's files beside its runs, with the command that made them; returns its Markdown."""
     options, table, folder = reproduction.options, reproduction.table, reproduction.folder
-    text = markdown(table, results)
-    record = as_record(table, results) | {"options": dataclasses.asdict(options), "code": code_version()}
+    code = code_version()
+    version = f"{code['version']} ({code['git_commit']})" if code["git_commit"] else code["version"]
+    seeds = ", ".join(map(str, options.seeds))
+    text = markdown(table, results, f"`{command}`, seeds {seeds}, megahedge {version}.  Minutes are those of one seed.")
+    record = as_record(table, results) | {"command": command, "options": dataclasses.asdict(options), "code": code}
     if table.curves:
         record["curves"] = reproduction.curves()
         if options.plot:
@@ -159,7 +163,7 @@ def main() -> None:
         return
     if reproduction.table.curves and options.plot:
         check_plotting()
-    print(write(reproduction, reproduction.run()))
+    print(write(reproduction, reproduction.run(), shlex.join(["python", *sys.argv])))
 
 
 if __name__ == "__main__":

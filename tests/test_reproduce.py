@@ -10,6 +10,7 @@ from megahedge.utils.errors import InputError
 from megahedge.utils.files import read_json, write_json
 
 ROOT = Path(__file__).parents[1]
+COMMAND = "python scripts/reproduce.py TABLE"
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def finished(reproduce, monkeypatch):
         monkeypatch.setattr(reproduce, "run_jobs", run_jobs)
         monkeypatch.setattr(reproduce.Reproduction, "teacher_loss", lambda self, teacher: 3.0)
         reproduction = reproduce.Reproduction(options)
-        return reproduce.write(reproduction, reproduction.run()), asked
+        return reproduce.write(reproduction, reproduction.run(), COMMAND), asked
 
     return make
 
@@ -50,6 +51,7 @@ def test_a_table_runs_shared_first_stages_once_and_before_what_starts_from_them(
     assert "| gate alone, 50/50 \\* | 0.5M | 3.5000 |" in text and "| Hedgehog, 50/50 | 0.5M | 3.8000 |" in text
     assert text == (tmp_path / "small" / "table2.md").read_text()
     record = read_json(tmp_path / "small" / "table2.json")
+    assert f"`{COMMAND}`, seeds 1, 2, megahedge " in text and record["command"] == COMMAND
     assert record["options"]["seeds"] == [1, 2] and len(record["rows"]) == 8
 
 

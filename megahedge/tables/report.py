@@ -93,9 +93,9 @@ def differences(table: Table, results: Sequence[Result]) -> list[Difference]:
     return [Difference.of(by_name[first], by_name[second]) for first, second in table.compare]
 
 
-def markdown(table: Table, results: Sequence[Result]) -> str:
-    """The table beside the paper's numbers, and the differences beneath it."""
-    lines = [f"## {table.name}: {table.title}", ""]
+def markdown(table: Table, results: Sequence[Result], origin: str) -> str:
+    """The table beside the paper's numbers, `origin`, which says where it comes from, and the differences beneath it."""
+    lines = [f"## {table.name}: {table.title}", "", origin, ""]
     lines += ["| row | tokens | loss | ± seeds | perplexity | above the teacher | paper | minutes |", "|---|---|---|---|---|---|---|---|"]
     lines += ["| " + " | ".join(_cells(result)) + " |" for result in results]
     if any(result.row.ours for result in results):

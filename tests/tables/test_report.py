@@ -23,7 +23,7 @@ TEACHER = Result(row("teacher", trained=False, paper_perplexity=13.86), (3.0,), 
 
 def test_a_row_shows_mean_and_spread_beside_the_paper():
     results = [TEACHER, result("gate", 3.2, 3.4, paper_perplexity=14.58), result("conv", 3.5, 3.5, ours=True)]
-    cells = [line.strip("| ").split(" | ") for line in markdown(TABLE, results).splitlines() if line.startswith("|")]
+    cells = [line.strip("| ").split(" | ") for line in markdown(TABLE, results, "made by hand").splitlines() if line.startswith("|")]
     lines = {first: rest for first, *rest in cells}
     assert lines["Teacher"] == ["", "3.0000", "", "20.09", "", "13.86"]
     assert lines["Gate"] == ["0.5M", "3.3000", "0.1414", "27.11", "+0.3000", "14.58", "1.5"]
@@ -55,7 +55,7 @@ def test_no_share_is_told_of_what_is_no_distance_or_of_another_teachers():
 
 def test_a_run_that_diverged_is_a_row_without_figures():
     results = [TEACHER, result("gate", 3.2, None), result("conv", 3.5, 3.7)]
-    assert "| Gate | 0.5M | diverged |  | diverged |" in markdown(TABLE, results)
+    assert "| Gate | 0.5M | diverged |  | diverged |" in markdown(TABLE, results, "made by hand")
     record = as_record(TABLE, results)
     assert (record["rows"][1]["losses"], record["rows"][1]["loss"]) == ([3.2, None], None)
     assert record["differences"] == [{"rows": ["gate", "conv"], "difference": None, "standard_error": None, "share": None}]
