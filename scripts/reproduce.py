@@ -4,7 +4,8 @@ python scripts/reproduce.py table2 --scale small --seeds 1 2
 
 Runs lie below --output_dir, in a folder of the scale, where rows and tables that share a run find it; a second start repeats nothing
 that has ended.
-`--scale paper` prints the commands, in an order in which each finds what it starts from.
+`--scale paper` prints the commands that are left to run, in an order in which each finds what it starts from, and files them for Slurm
+arrays; once all have ended, it makes the table.
 """
 
 import dataclasses
@@ -37,7 +38,7 @@ class ReproduceOptions:
     table: str = positional()
     """table1, table2, table3, table4 or table6, or recipes, which is ours, as in scripts/configs/tables.yaml."""
     scale: str = "small"
-    """small runs the table here; paper prints its commands.  A file of scripts/configs/scales."""
+    """small runs the table here; paper prints its commands until they have run.  A file of scripts/configs/scales."""
     teacher: str | None = None
     """Folder or hub name in place of the scale's teacher pythia-1b."""
     data_path: str | None = None
@@ -126,13 +127,29 @@ def _diverged(runs: RowRuns) -> bool:
     return runs.last is None or runs.last.summary()["validation_loss"] is None
 
 
-def print_commands(reproduction: Reproduction) -> None:
-    """For a shell or for the lines of a Slurm array; the jobs of a block do not wait for each other."""
-    for number, jobs in enumerate(reproduction.jobs(), start=1):
-        print(f"# {len(jobs)} runs of stage {number}" + (", which start from those above" if number == 2 else ""))
+def write_commands(reproduction: Reproduction) -> bool:
+    """Print the commands of the runs that have not ended, and file those of all, a file for each stage; returns whether any is left.
+
+    The jobs of a file do not wait for each other.  Each of its lines is a task of a Slurm array, under the same number however many
+    have ended: a file that is written again changes nothing for an array that waits.
+    """
+    waits = ""
+    for stage, jobs in enumerate(reproduction.jobs(), start=1):
         for job in jobs:
-            words = [LAUNCHER, *job.command()[1:]]
-            print(shlex.join(words))
+            job.claim()
+        left = [number for number, job in enumerate(jobs, start=1) if job.summary() is None]
+        if not left:
+            continue
+        lines = [shlex.join([LAUNCHER, *job.command()[1:]]) for job in jobs]
+        path = reproduction.folder / f"{reproduction.table.name}-stage{stage}.txt"
+        with atomic_write(path, "w") as handle:
+            handle.write("".join(f"{line}\n" for line in lines))
+        print(f"# {len(left)} runs of stage {stage}" + (", which start from those above" if waits else ""))
+        print("\n".join(lines[number - 1] for number in left))
+        array = f"--array={','.join(map(str, left))}{waits} scripts/slurm/array.sbatch {shlex.quote(str(path))}"
+        print(f"# the same as an array: stage{stage}=$(sbatch --parsable {array})")
+        waits = f" --dependency=afterok:$stage{stage}"
+    return bool(waits)
 
 
 def write(reproduction: Reproduction, results: list[Result], command: str) -> str:
@@ -158,8 +175,7 @@ def main() -> None:
     """Entry point."""
     options = parse_options(ReproduceOptions, prog="reproduce.py", description="Run a table of the paper.")
     reproduction = Reproduction(options)
-    if options.scale == "paper":
-        print_commands(reproduction)
+    if reproduction.scale.cluster and write_commands(reproduction):
         return
     if reproduction.table.curves and options.plot:
         check_plotting()

@@ -78,17 +78,55 @@ def test_tables_share_the_runs_of_their_common_rows(reproduce, finished, tmp_pat
         assert all(f"stage2-{row}-seed1" in asked[table] for table in tables)
 
 
-def test_the_paper_scale_prints_commands_in_an_order_in_which_they_can_run(reproduce, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("sys.argv", ["reproduce.py", "table1", "--scale", "paper", "--seeds", "1", "--output_dir", str(tmp_path)])
+def commands(reproduce, capsys, monkeypatch, folder: Path, *options: str) -> list[str]:
+    """What `--scale paper` prints of table 1 for one seed."""
+    arguments = ["reproduce.py", "table1", "--scale", "paper", "--seeds", "1", "--output_dir", str(folder), *options]
+    monkeypatch.setattr("sys.argv", arguments)
     reproduce.main()
-    commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_paper_scale_prints_commands_in_an_order_in_which_they_can_run(reproduce, capsys, monkeypatch, tmp_path):
+    lines = [shlex.split(line) for line in commands(reproduce, capsys, monkeypatch, tmp_path) if not line.startswith("#")]
     made = set()
-    for words in commands:
+    for words in lines:
         options = dict(zip(words[2::2], words[3::2], strict=False))
         assert words[0] == "deepspeed" and Path(words[1]).name in ("stage1.py", "stage2.py")
         assert options.get("--init_from") is None or options["--init_from"] in made
         made.add(options["--output_dir"])
-    assert len(made) == len(commands) == 4 + 7  # stage 1 at 50/50, 10/90, with RoPE before, tuned; seven rows that train
+    assert len(made) == len(lines) == 4 + 7  # stage 1 at 50/50, 10/90, with RoPE before, tuned; seven rows that train
+
+
+def test_what_has_ended_is_not_asked_for_again_and_the_table_comes_last(reproduce, capsys, monkeypatch, tmp_path):
+    printed = commands(reproduce, capsys, monkeypatch, tmp_path)
+    arrays = [line for line in printed if "sbatch" in line]
+    assert "--array=1,2,3,4 scripts/slurm/array.sbatch" in arrays[0]
+    assert "--array=1,2,3,4,5,6,7 --dependency=afterok:$stage1 scripts/slurm/array.sbatch" in arrays[1]
+    files = [tmp_path / "paper" / f"table1-stage{stage}.txt" for stage in (1, 2)]
+    before = [file.read_text().splitlines() for file in files]
+    assert before == [printed[1:5], printed[7:14]]
+
+    def finish(lines):
+        for words in map(shlex.split, lines):
+            folder = Path(words[words.index("--output_dir") + 1])
+            folder.mkdir()
+            write_json(folder / "summary.json", {"validation_loss": 2.7, "tokens": 1000})
+
+    finish([*before[0], before[1][2]])
+    printed = commands(reproduce, capsys, monkeypatch, tmp_path)
+    assert [line for line in printed if not line.startswith("#")] == [line for line in before[1] if line != before[1][2]]
+    assert "--array=1,2,4,5,6,7 scripts/slurm/array.sbatch" in printed[-1]
+    assert files[1].read_text().splitlines() == before[1]  # a task that waits still finds its own line
+    finish(line for number, line in enumerate(before[1]) if number != 2)
+    monkeypatch.setattr(reproduce.Reproduction, "teacher_loss", lambda self, teacher: 2.6)
+    printed = commands(reproduce, capsys, monkeypatch, tmp_path)
+    assert any(line.startswith("| HedgeMamba, 10/90 |") for line in printed) and (tmp_path / "paper" / "table1.md").is_file()
+
+
+def test_runs_of_a_cluster_are_known_by_their_options(reproduce, capsys, monkeypatch, tmp_path):
+    commands(reproduce, capsys, monkeypatch, tmp_path)
+    with pytest.raises(InputError, match=r"was made with data_path data/owt \(now data/other\)"):
+        commands(reproduce, capsys, monkeypatch, tmp_path, "--data_path", "data/other")
 
 
 def test_what_a_table_lacks_is_refused_before_anything_runs(reproduce, tmp_path):

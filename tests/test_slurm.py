@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -116,3 +117,27 @@ def test_a_failed_job_keeps_its_status_and_stays_out_of_the_queue(repository):
     job.send_signal(signal.SIGUSR1)
     assert job.wait(30) == 3
     assert _requeued(repository) == []
+
+
+def _start_array(repository: Path, number: int, **environment: str) -> subprocess.Popen:
+    """Task `number` of the array 77 over a file of two commands."""
+    words = ["deepspeed", str(repository / "scripts" / "stage2.py"), "--output_dir", "runs/it's one"]
+    (repository / "commands.txt").write_text(f"deepspeed scripts/stage1.py --seed 1\n{shlex.join(words)} --until_asked\n")
+    place = {"SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": str(number)}
+    return _start(repository, "commands.txt", stage="array", **place | environment)
+
+
+def test_a_task_of_an_array_runs_its_line_and_goes_back_alone(repository):
+    """The number of one task of an array is the array's own: to requeue that would start all of it again."""
+    job = _start_array(repository, 2, SLURM_JOB_ID="77")
+    _wait_for_ranks(repository)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(30) == 0
+    record = json.loads((repository / "rank-1.json").read_text())
+    assert record["arguments"] == ["--resume", "--output_dir", "runs/it's one", "--until_asked"]
+    assert _requeued(repository) == ["77_2"]
+
+
+def test_a_task_without_a_line_fails(repository):
+    assert _start_array(repository, 3).wait(30) == 2
+    assert not list(repository.glob("rank-*.json"))

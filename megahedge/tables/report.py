@@ -24,7 +24,7 @@ class Result:
     tokens: int
     """Of both stages."""
     seconds: float
-    """Wall time of the runs of one seed, on the mean; a stage 1 that rows share counts in each of them."""
+    """Wall time of the runs of one seed, on the mean; a stage 1 that rows share counts in each of them.  0 where it is not known."""
 
     @property
     def loss(self) -> float | None:
@@ -115,7 +115,7 @@ def _cells(result: Result) -> list[str]:
         _show(result.perplexity, ".2f", "diverged"),
         _show(result.above_teacher, "+.4f"),
         "" if row.paper_perplexity is None else str(row.paper_perplexity),
-        f"{result.seconds / 60:.1f}" if trained else "",
+        f"{result.seconds / 60:.1f}" if result.seconds else "",
     ]
 
 

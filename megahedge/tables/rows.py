@@ -70,6 +70,8 @@ class Scale:
     """By recipe."""
     curve_points: int
     """Evaluations over the tokens of a row with a budget of 1."""
+    cluster: bool = False
+    """Whether its runs are for a cluster: their commands are written down instead of run."""
 
     def teacher(self, row: Row) -> str:
         """Raises InputError where the scale has none of that name."""

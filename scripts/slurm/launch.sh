@@ -3,8 +3,10 @@
 # step and ends with status 0, and the job puts itself back into the queue.  It resumes whatever its folder holds.
 
 launch() {
-    local address port script=$1
+    local address port script=$1 job=$SLURM_JOB_ID
     shift
+    # by its place in an array: the number of one of its tasks is also that of the array
+    if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID; fi
     if [ -f .venv/bin/activate ]; then source .venv/bin/activate; fi # else the environment in which sbatch was called, or the container's
     address=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
     address=${address%%$'\n'*} # the first; under pipefail `head` would end a job of many nodes by SIGPIPE
@@ -26,14 +28,14 @@ launch() {
         wait $! || true # not for the step: a signal just before that would go unnoticed until its end
     done
     wait "$step" || status=$?
-    if [ "$status" -eq 0 ] && { [ $stopped = yes ] || preempted; }; then
+    if [ "$status" -eq 0 ] && { [ $stopped = yes ] || preempted "$job"; }; then
         echo "saved before the end of the run; going back into the queue"
-        scontrol requeue "$SLURM_JOB_ID"
+        scontrol requeue "$job"
     fi
     return "$status"
 }
 
 # Of a job that is preempted with a time of grace, Slurm sends TERM to the ranks alone, and takes it to be done when they have saved.
 preempted() {
-    [[ $(scontrol show job --oneliner "$SLURM_JOB_ID") == *" PreemptTime="[0-9]* ]]
+    [[ $(scontrol show job --oneliner "$1") == *" PreemptTime="[0-9]* ]]
 }
