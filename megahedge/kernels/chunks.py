@@ -23,6 +23,7 @@ import dataclasses
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 MAX_DECAY = 80.0
 """Largest sum of |a| that is split in the middle: exponents of -40 to 40, far from fp32's overflow at 88, whose rounding costs a
@@ -95,7 +96,7 @@ class Decay:
 
 def _levels(a: Tensor) -> list[Level]:
     """Blocks as large as can be split in the middle, and all corners beyond them."""
-    size = a.shape[-2] // 2
+    size = max(1, a.shape[-2] // 2)
     while size > 1 and _strongest(_within_blocks(a, size)[..., -1:, :]) > MAX_DECAY:
         size //= 2
     sums = _within_blocks(a, size)
@@ -130,13 +131,13 @@ def _sums_from(x: Tensor) -> Tensor:
 
 
 def _sums_before(x: Tensor) -> Tensor:
-    """Sum over k < i."""
-    return _sums_up_to(x) - x
+    """Sum over k < i, without x_i from the start: taken off again, a large one would leave none of the others' digits."""
+    return pad(x[..., :-1, :], (0, 0, 1, 0)).cumsum(dim=-2)
 
 
 def _sums_after(x: Tensor) -> Tensor:
-    """Sum over k > j."""
-    return _sums_from(x) - x
+    """Sum over k > j, likewise."""
+    return _sums_before(x.flip(-2)).flip(-2)
 
 
 @dataclasses.dataclass(frozen=True)

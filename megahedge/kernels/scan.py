@@ -47,8 +47,8 @@ def scan(
     Returns y [b, t, h, p] in V.dtype and the last state.
     Raises ValueError if shapes do not fit, or if the named backend cannot run this problem, with its reason.
     """
-    if B.shape != C.shape or C.dim() != 4 or V.shape[:-1] != C.shape[:-1] or C.shape[1] == 0:
-        raise ValueError(f"C and B are [b, t, h, n] and V [b, t, h, p] with t > 0, not {_shapes(C, B, V)}")
+    if B.shape != C.shape or C.dim() != 4 or V.shape[:-1] != C.shape[:-1] or 0 in (*C.shape, *V.shape):
+        raise ValueError(f"C and B are [b, t, h, n] and V [b, t, h, p], none of which may be 0, not {_shapes(C, B, V)}")
     if boundaries is not None and (boundaries.shape != C.shape[:2] or boundaries.dtype != torch.bool):
         raise ValueError(f"boundaries is [b, t] bool, not {list(boundaries.shape)} {boundaries.dtype}")
     with _no_autocast(C.device):

@@ -333,8 +333,7 @@ def print_header(name: str, plan: Plan, stage: Stage | None = None) -> None:
         "tokenizer": f"{plan.tokenizer_source} (digest {plan.tokenizer_digest[:12]})",
         "steps": f"{options.train_steps} of {options.global_batch_size} × {options.seq_len} tokens, {all_tokens} in all",
         "batch": f"micro {batches.micro_batch_size} × accumulation {batches.accumulation_steps} × dp {batches.dp_size}",
-        "schedule": f"warm-up {round(options.warmup_fraction * options.train_steps)} steps, peak {options.lr:g}, "
-        f"cosine to {options.lr * options.min_lr_ratio:g}",
+        "schedule": f"warm-up {round(options.warmup_fraction * options.train_steps)} steps, {_describe_rates(options, stage)}",
         "engine": f"ZeRO {zero_stage(plan.ds_config)} ({Path(options.ds_config).name}), tp {options.tp_size}, {options.dtype}",
     }
     if plan.source is not None:
@@ -349,11 +348,21 @@ def _describe(dataset: IndexedDataset) -> str:
     return f"{dataset.prefix} ({format_count(dataset.num_tokens)} tokens, digest {dataset.index_digest[:12]})"
 
 
+def _describe_rates(options: TrainOptions, stage: Stage | None) -> str:
+    """The peak and the end of the learning rate; of each rate where some parameters have one of their own."""
+    parameters = () if stage is None else filter(lambda parameter: parameter.requires_grad, stage.parameters())
+    peaks = sorted({options.lr} | {options.lr * getattr(parameter, "lr_scale", 1.0) for parameter in parameters})
+    ends = (peak * options.min_lr_ratio for peak in peaks)
+    return f"peak {' and '.join(f'{peak:g}' for peak in peaks)}, cosine to {' and '.join(f'{end:g}' for end in ends)}"
+
+
 def _print_parameters(stage: Stage, each_trainable: bool) -> None:
-    counts = {True: 0, False: 0}
+    counts = {"trainable": 0, "frozen": 0, "of the teacher": 0}
+    of_student = {id(parameter) for parameter in stage.student.parameters()}
     for parameter in stage.parameters():
-        counts[parameter.requires_grad] += full_numel(parameter)
-    text = ", ".join(f"{format_count(counts[kind])} {word} ({counts[kind]})" for kind, word in ((True, "trainable"), (False, "frozen")))
+        kind = "trainable" if parameter.requires_grad else "frozen" if id(parameter) in of_student else "of the teacher"
+        counts[kind] += full_numel(parameter)
+    text = ", ".join(f"{format_count(count)} {kind} ({count})" for kind, count in counts.items() if count or kind != "of the teacher")
     logger.info("%-11s %s", "parameters", text)
     for name, parameter in stage.named_parameters():
         if each_trainable and parameter.requires_grad:

@@ -4,12 +4,15 @@ import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megahedge.utils.errors import InputError, RunError
@@ -20,6 +23,8 @@ logger = get_logger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # of Linux alone
+_LOOK_SECONDS = 0.2
+"""Between two looks at whether to stop."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,28 +85,30 @@ def run_jobs(jobs: Sequence[Job], parallel: int = 1) -> list[dict]:
 
     SIGTERM and Ctrl-C are passed on to the runs, which save and end.
     Raises InputError, before anything runs, where a folder was made with other options, and RunError at the first run that fails, with
-    the last line that it printed, once those that run beside it have ended.
+    the last line that it printed, once those that run beside it have ended; no other one is started then.
     """
     for job in jobs:
         job.claim()
-    running: set[subprocess.Popen] = set()
-    with _passing_signals_on(running), concurrent.futures.ThreadPoolExecutor(parallel) as pool:
-        futures = [pool.submit(_run, job, running) for job in jobs]
+    runner = _Runner()
+    with _told_to(runner.stop), concurrent.futures.ThreadPoolExecutor(parallel) as pool:
+        futures = [pool.submit(runner.run, job) for job in jobs]
         try:
-            return [future.result() for future in futures]
-        except BaseException:
+            concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
+        finally:
             pool.shutdown(cancel_futures=True)
-            raise
+        failed = [future for future in futures if not future.cancelled() and future.exception()]
+        return [future.result() for future in failed or futures]
 
 
 @contextlib.contextmanager
-def _passing_signals_on(running: set[subprocess.Popen]) -> Iterator[None]:
-    def stop(number, frame):
-        for process in list(running):
-            process.send_signal(signal.SIGTERM)
+def _told_to(stop: Callable[[], None]) -> Iterator[None]:
+    """Within it SIGTERM and Ctrl-C call `stop` and raise RunError."""
+
+    def handle(number, frame):
+        stop()
         raise RunError(f"stopped by {signal.Signals(number).name}; what is unfinished goes on at the next start")
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
@@ -109,27 +116,53 @@ def _passing_signals_on(running: set[subprocess.Popen]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _stop_with_parent() -> None:
-    """Let the kernel tell this process to save and end where its parent is killed; it would else keep its folder from the next start."""
-    if _prctl is not None:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+class _Runner:
+    """Runs jobs, each in the thread that asks for it, until one has failed or it is told to stop."""
 
+    def __init__(self):
+        self._closed, self._stopping = threading.Event(), threading.Event()
 
-def _run(job: Job, running: set[subprocess.Popen]) -> dict:
-    if job.summary() is None:
-        log = job.beside(".log")
-        logger.info("running %s (output in %s)", job.folder, log)
-        start = time.monotonic()
+    def stop(self) -> None:
+        """Start no other job, and let those that run save and end."""
+        self._closed.set()
+        self._stopping.set()
+
+    def run(self, job: Job) -> dict:
+        """The summary of a job, which is run unless it has one.  Raises RunError where it ends without."""
+        if job.summary() is None:
+            log = job.beside(".log")
+            logger.info("running %s (output in %s)", job.folder, log)
+            start = time.monotonic()
+            status = self._status(job, log)
+            write_json(job.beside(".seconds.json"), {"seconds": job.seconds() + time.monotonic() - start})
+            if job.summary() is None:  # one that has diverged has figures, and a status of 1
+                self._closed.set()
+                lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["(no output)"]
+                raise RunError(f"{job.folder} ended with status {status}: {lines[-1].strip()} (all of it in {log})")
+        return job.summary()
+
+    def _status(self, job: Job, log: Path) -> int:
+        """Start it and wait for its end."""
+        if self._closed.is_set():
+            raise RunError(f"{job.folder} was not started")
+        prepare = functools.partial(_tie_to_parent, os.getpid())
         with log.open("a", encoding="utf-8") as handle:
             # in a session of its own: a Ctrl-C reaches it once, through us
-            process = subprocess.Popen(
-                job.command(), stdout=handle, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_stop_with_parent
-            )
-            running.add(process)
-            status = process.wait()
-            running.discard(process)
-        write_json(job.beside(".seconds.json"), {"seconds": job.seconds() + time.monotonic() - start})
-        if job.summary() is None:  # one that has diverged has figures, and a status of 1
-            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["(no output)"]
-            raise RunError(f"{job.folder} ended with status {status}: {lines[-1].strip()} (all of it in {log})")
-    return job.summary()
+            process = subprocess.Popen(job.command(), stdout=handle, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=prepare)
+            while not self._stopping.is_set():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return process.wait(_LOOK_SECONDS)
+            process.terminate()
+            return process.wait()
+
+
+def _tie_to_parent(parent: int) -> None:
+    """Let the kernel tell this process to save and end where its parent is killed; it would else keep its folder from the next start.
+
+    Between fork and exec.  The parent's handler would swallow a signal that comes now.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -81,6 +81,29 @@ def test_decays_up_to_exp_of_minus_1000_are_finite_and_right(backend, case):
     assert_close(run_backend(backend, case, torch.float32), run_oracle(case), 5 * FP32)
 
 
+@pytest.mark.parametrize("seq_len", (1, 2, 3))
+@pytest.mark.parametrize(("backend", "case"), with_backends(case for case in FEW if case.structure != "none"), ids=case_id)
+def test_the_strongest_decays_may_come_in_the_shortest_sequences(backend, case, seq_len):
+    case = dataclasses.replace(case, largest_rate=1000.0, seq_len=seq_len)
+    assert_close(run_backend(backend, case), run_oracle(case), 1e-9)
+
+
+@pytest.mark.parametrize("largest", (1e3, 1e5, 1e8))
+@pytest.mark.parametrize("structure", ("head", "state"))
+def test_chunked_keeps_the_digits_of_decays_beside_a_very_large_one(structure, largest):
+    """A token that forgets everything leaves the decay of those after it as it is."""
+    tensors, _ = inputs(Case(structure, "shared", seq_len=100, initial=False, documents=False))
+    tensors["step"] = torch.full_like(tensors["step"], 0.1)
+    tensors["step"][:, 50] = largest
+    found = {}
+    for backend, dtype in (("reference", torch.float64), ("chunked", torch.float32)):
+        leaves = {name: tensors[name].detach().to(dtype).requires_grad_() for name in ("C", "B", "V", "step", "rate")}
+        y, state = scan(**leaves, backend=backend)
+        results = {"y": y, "last numerator": state.numerator, "last denominator": state.denominator}
+        found[backend] = results | gradients(results, leaves, seed=0)
+    assert_close(found["chunked"], found["reference"], FP32)
+
+
 @pytest.mark.parametrize("largest_rate", (0.0, 20.0))
 @pytest.mark.parametrize(("backend", "case"), with_backends(case for case in FEW if case.structure != "none"), ids=case_id)
 def test_gradients_are_right_at_zero_and_at_strong_decay(backend, case, largest_rate):

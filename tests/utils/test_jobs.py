@@ -90,6 +90,33 @@ def test_a_start_that_ends_early_stops_what_it_runs(job, tmp_path, number):
     assert one.command()[-1] == "--resume"
 
 
+def test_a_signal_at_the_very_start_of_a_run_is_not_lost(job, tmp_path):
+    """It may come before the run is known to be there, or before its program has taken over."""
+    (tmp_path / "script.py").write_text("import time; time.sleep(60)")
+    one, code = job("a"), "import sys; sys.path.insert(0, sys.argv[1]); import slow_start"
+    (tmp_path / "slow_start.py").write_text(
+        "import os, pathlib, signal, sys, threading, time\n"
+        "from megahedge.utils import jobs\n"
+        "tie = jobs._tie_to_parent\n"
+        "jobs._tie_to_parent = lambda parent: (tie(parent), os.kill(parent, signal.SIGTERM), time.sleep(0.5))\n"  # between fork and exec
+        "jobs.run_jobs([jobs.Job(*map(pathlib.Path, sys.argv[2:3]), {}, pathlib.Path(sys.argv[3]))])\n"
+    )
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), str(one.script), str(one.folder)], capture_output=True, text=True, timeout=50
+    )
+    assert "stopped by SIGTERM" in done.stderr and time.monotonic() - begin < 50
+
+
+def test_no_job_is_started_after_one_has_failed(job, tmp_path):
+    """Though one that was started before it goes on for long."""
+    (tmp_path / "script.py").write_text(SCRIPT + "if '--long' in sys.argv:\n    import time; time.sleep(2)\n")
+    jobs = [job("a", long=True), job("b", fail=True), job("c"), job("d")]
+    with pytest.raises(RunError, match="b ended with status 1: error: out of luck"):
+        run_jobs(jobs, parallel=2)
+    assert [one.folder.exists() for one in jobs] == [True, True, False, False] and jobs[0].summary() is not None
+
+
 def wait_for(path: Path, seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not path.exists():
