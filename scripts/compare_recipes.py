@@ -15,10 +15,10 @@ from pathlib import Path
 
 from megahedge.evaluation.evaluate import evaluate
 from megahedge.evaluation.options import EvaluateOptions
+from megahedge.evaluation.perplexity import perplexity_of
 from megahedge.utils.cli import Count, parse_options, run_main
-from megahedge.utils.errors import InputError
-from megahedge.utils.files import write_json
-from megahedge.utils.jobs import Job, run_jobs
+from megahedge.utils.files import finite_or_none, write_json
+from megahedge.utils.jobs import Job, check_jobs, run_jobs
 from megahedge.utils.versions import code_version
 
 SCRIPTS = Path(__file__).parent
@@ -64,11 +64,7 @@ class CompareOptions:
     """Runs at a time."""
 
     def __post_init__(self):
-        for name in ("seeds", "lr", "tuned_lr"):
-            if not getattr(self, name):
-                raise InputError(f"--{name} needs at least one value")
-        if self.parallel < 1:
-            raise InputError(f"--parallel={self.parallel} must be at least 1")
+        check_jobs(self.output_dir, self.parallel, seeds=self.seeds, lr=self.lr, tuned_lr=self.tuned_lr)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,13 +101,14 @@ class Comparison:
     def stage2(self, contender: Contender, seed: int, lr: float, with_stage1: bool) -> Job:
         options = self.options
         changes = {"recipe": contender.recipe, "lr": lr} | contender.changes
-        if with_stage1:
-            changes |= {"init_from": str(self.stage1(contender.recipe, seed).folder), "train_tokens": options.stage2_tokens}
+        first = self.stage1(contender.recipe, seed) if with_stage1 else None
+        if first is not None:
+            changes |= {"init_from": str(first.folder), "train_tokens": options.stage2_tokens}
         else:
             tokens = options.stage1_tokens + options.stage2_tokens
             changes |= {"stage1_steps": 0, "teacher": options.teacher, "train_tokens": tokens}
         start = "" if with_stage1 else "-no-stage1"
-        return Job(SCRIPTS / "stage2.py", self._common(seed) | changes, self.root / f"{contender.label}{start}-lr{lr:g}-seed{seed}")
+        return Job(SCRIPTS / "stage2.py", self._common(seed) | changes, self.root / f"{contender.label}{start}-lr{lr:g}-seed{seed}", first)
 
     def run(self) -> list[dict]:
         """Rows of the table."""
@@ -154,7 +151,7 @@ class Comparison:
         finite = None not in losses
         loss = statistics.mean(losses) if finite else None
         spread = statistics.stdev(losses) if finite and len(losses) > 1 else None
-        return {"model": label, "loss": loss, "spread": spread, "perplexity": math.exp(loss) if finite else None, "losses": losses}
+        return {"model": label, "loss": loss, "spread": spread, "perplexity": perplexity_of(loss) if finite else None, "losses": losses}
 
     @staticmethod
     def _recovered(rows: list[dict], recipe: str, loss: float | None) -> float | None:
@@ -182,7 +179,8 @@ def main() -> None:
     """Entry point."""
     options = parse_options(CompareOptions, prog="compare_recipes.py", description="Compare recipes on one teacher at equal tokens.")
     rows = Comparison(options).run()
-    write_json(Path(options.output_dir) / "comparison.json", {"rows": rows, "options": dataclasses.asdict(options), "code": code_version()})
+    record = {"rows": rows, "options": dataclasses.asdict(options), "code": code_version()}
+    write_json(Path(options.output_dir) / "comparison.json", finite_or_none(record))
     print(table(rows))
 
 

@@ -10,20 +10,22 @@ arrays; once all have ended, it makes the table.
 
 import dataclasses
 import functools
-import math
+import itertools
 import shlex
 import sys
 from pathlib import Path
 
+from megahedge.config.options import TrainOptions
 from megahedge.evaluation.evaluate import evaluate
 from megahedge.evaluation.options import EvaluateOptions
+from megahedge.evaluation.perplexity import perplexity_of
 from megahedge.tables.report import Curve, Result, as_record, check_plotting, markdown, plot
 from megahedge.tables.rows import Row, Table, read_scale, read_table
 from megahedge.tables.runs import Planner, RowRuns, curve
 from megahedge.utils.cli import parse_options, positional, run_main
 from megahedge.utils.errors import InputError
-from megahedge.utils.files import atomic_write, write_json
-from megahedge.utils.jobs import Job, run_jobs
+from megahedge.utils.files import atomic_write, finite_or_none, write_json
+from megahedge.utils.jobs import Job, check_jobs, run_jobs
 from megahedge.utils.versions import code_version
 
 SCRIPTS = Path(__file__).parent
@@ -55,10 +57,11 @@ class ReproduceOptions:
     """Draw the curves of a table that has them."""
 
     def __post_init__(self):
-        if not self.seeds:
-            raise InputError("--seeds needs at least one value")
-        if self.parallel < 1:
-            raise InputError(f"--parallel={self.parallel} must be at least 1")
+        check_jobs(self.output_dir, self.parallel, seeds=self.seeds)
+        if len(set(self.rows)) < len(self.rows):
+            raise InputError(f"--rows={' '.join(self.rows)} names a row twice")
+        if min(self.seeds) < 0:
+            raise InputError(f"--seeds={min(self.seeds)} must be at least 0")
 
 
 class Reproduction:
@@ -84,8 +87,11 @@ class Reproduction:
         return [list({job.folder: job for job in jobs if job is not None}.values()) for jobs in stages]
 
     def run(self) -> list[Result]:
-        """Run what has not ended, and evaluate."""
-        for jobs in self.jobs():
+        """Run what has not ended, and evaluate.  Raises InputError, before anything runs, where a run was made with other options."""
+        stages = self.jobs()
+        for job in itertools.chain(*stages):
+            job.claim()
+        for jobs in stages:
             run_jobs(jobs, self.options.parallel)
         return [self._result(row) for row in self.table.rows]
 
@@ -100,10 +106,9 @@ class Reproduction:
 
     @functools.cache  # noqa: B019 - one reproduction lives as long as its process
     def teacher_loss(self, teacher: str) -> float:
-        """Of a folder or hub name, on what the runs are scored on."""
-        common = self.scale.common
-        names = ("data_path", "seq_len", "eval_tokens")
-        asked = EvaluateOptions(model=teacher, **{name: common[name] for name in names if name in common})
+        """Of a folder or hub name, on what the runs are scored on, in their precision."""
+        names = ("data_path", "seq_len", "eval_tokens", "dtype")
+        asked = EvaluateOptions(model=teacher, **{name: self.scale.common.get(name, getattr(TrainOptions, name)) for name in names})
         return evaluate(asked).perplexity.loss
 
     def curves(self) -> dict[str, list[Curve]]:
@@ -120,7 +125,8 @@ def _some_rows(table: Table, names: tuple[str, ...]) -> Table:
     if unknown:
         raise InputError(f"--rows: {', '.join(unknown)} is none of {table.name}'s; it has {', '.join(known)}")
     compare = tuple(pair for pair in table.compare if set(pair) <= set(names))
-    return dataclasses.replace(table, rows=tuple(known[name] for name in names), compare=compare)
+    # under a name of its own: the files of the whole table stay
+    return dataclasses.replace(table, name=f"{table.name}-part", rows=tuple(known[name] for name in names), compare=compare)
 
 
 def _diverged(runs: RowRuns) -> bool:
@@ -163,9 +169,9 @@ def write(reproduction: Reproduction, results: list[Result], command: str) -> st
     if table.curves:
         record["curves"] = reproduction.curves()
         if options.plot:
-            teacher = math.exp(results[0].teacher_loss)
+            teacher = perplexity_of(results[0].teacher_loss)
             plot(record["curves"], teacher, f"{table.name}: {table.title}", folder / f"{table.name}.svg")
-    write_json(folder / f"{table.name}.json", record)
+    write_json(folder / f"{table.name}.json", finite_or_none(record))
     with atomic_write(folder / f"{table.name}.md", "w") as handle:
         handle.write(text)
     return text

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megahedge.utils.cli import Count, parse_options, read_options_file, run_main
 from megahedge.utils.errors import InputError
-from megahedge.utils.jobs import Job, run_jobs
+from megahedge.utils.jobs import Job, check_jobs, run_jobs
 
 SCRIPTS = Path(__file__).parent
 STAGES = ("stage1", "stage2")
@@ -46,8 +46,7 @@ class SweepOptions:
             raise InputError(
                 f"--lr_new={' '.join(map(str, self.lr_new))} goes with --stage stage2; stage 1 adds nothing that has a rate of its own"
             )
-        if self.parallel < 1:
-            raise InputError(f"--parallel={self.parallel} must be at least 1")
+        check_jobs(self.output_dir, self.parallel, lr=self.lr, **({"lr_new": self.lr_new} if self.lr_new else {}))
 
 
 def sweep(options: SweepOptions) -> str:

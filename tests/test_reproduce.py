@@ -1,5 +1,6 @@
 """scripts/reproduce.py: a table from its rows to its files, and the commands at the paper's size."""
 
+import dataclasses
 import importlib
 import shlex
 from pathlib import Path
@@ -29,6 +30,8 @@ def finished(reproduce, monkeypatch):
         def run_jobs(jobs, parallel):
             for job in jobs:
                 asked.append(job.folder.name)
+                if job.summary() is not None:
+                    continue
                 job.claim()
                 job.folder.mkdir(parents=True, exist_ok=True)
                 value = loss(job.folder.name)
@@ -60,7 +63,7 @@ def test_curves_count_the_tokens_of_both_stages(reproduce, finished, tmp_path):
         table="table3", output_dir=str(tmp_path), plot=False, rows=("hedgemamba-10-90", "hedgemamba-0-100")
     )
     _, asked = finished(options, lambda name: 3.5)
-    curves = read_json(tmp_path / "small" / "table3.json")["curves"]
+    curves = read_json(tmp_path / "small" / "table3-part.json")["curves"]
     step = 8 * 256
     stage1_tokens = round(500_000 * 0.1 / step) * step
     assert curves["HedgeMamba, 10/90"] == [[[5 * step, 20.0], [stage1_tokens + 5 * step, 20.0]]] * 2
@@ -134,5 +137,31 @@ def test_what_a_table_lacks_is_refused_before_anything_runs(reproduce, tmp_path)
         reproduce.Reproduction(reproduce.ReproduceOptions(table="table1", rows=("gate-50-50",), output_dir=str(tmp_path)))
     with pytest.raises(InputError, match="needs the teacher pythia-160m; the scale small has pythia-1b"):
         reproduce.Reproduction(reproduce.ReproduceOptions(table="table6", output_dir=str(tmp_path)))
-    with pytest.raises(InputError, match="--seeds needs at least one value"):
-        reproduce.ReproduceOptions(table="table1", seeds=())
+    for options, told in (
+        ({"seeds": ()}, "--seeds needs at least one value"),
+        ({"seeds": (1, 2, 1)}, "--seeds=1 2 1 names a value twice"),
+        ({"seeds": (1, -1)}, "--seeds=-1 must be at least 0"),
+        ({"rows": ("teacher", "teacher")}, "--rows=teacher teacher names a row twice"),
+        ({"output_dir": " "}, "--output_dir=' ' is empty"),
+        ({"output_dir": __file__}, "is not a folder; name a folder elsewhere"),
+    ):
+        with pytest.raises(InputError, match=told):
+            reproduce.ReproduceOptions(table="table1", **options)
+
+
+def test_a_stage_1_that_diverged_makes_its_rows_diverge_and_no_others(reproduce, finished, tmp_path):
+    rows = ("hedgehog-50-50", "hedgemamba-10-90")
+    options = reproduce.ReproduceOptions(table="table1", output_dir=str(tmp_path), rows=rows, seeds=(1,))
+    text, _ = finished(options, lambda name: None if "0.2499M" in name else 5000.0)
+    assert "| Hedgehog, 50/50 | 0.2499M | diverged |" in text
+    assert "| HedgeMamba, 10/90 | 0.5M | 5000.0000 |  | inf |" in text
+    assert not (tmp_path / "small" / "table1.md").exists()  # that of all rows is another
+
+
+def test_a_table_is_not_begun_where_one_of_its_runs_was_made_otherwise(reproduce, tmp_path):
+    options = reproduce.ReproduceOptions(table="table1", output_dir=str(tmp_path))
+    last = reproduce.Reproduction(options).jobs()[1][-1]
+    dataclasses.replace(last, options=last.options | {"lr": 1.0}).claim()
+    with pytest.raises(InputError, match=r"was made with lr 1\.0 \(now "):
+        reproduce.Reproduction(options).run()
+    assert not list(tmp_path.glob("**/*.log"))

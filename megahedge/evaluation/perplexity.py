@@ -36,19 +36,20 @@ class Perplexity:
     @property
     def token_perplexity(self) -> float:
         """exp of the mean loss."""
-        return _exp(self.loss)
+        return perplexity_of(self.loss)
 
     def word_perplexity(self, words: int) -> float:
         """exp of the loss per word of the scored text."""
-        return _exp(self.nats / words)
+        return perplexity_of(self.nats / words)
 
     def bits_per_byte(self, text_bytes: int) -> float:
         """Loss in bits over the scored text's UTF-8 bytes."""
         return self.nats / math.log(2) / text_bytes
 
 
-def _exp(value: float) -> float:
-    return math.inf if value > 700 else math.exp(value)
+def perplexity_of(loss: float) -> float:
+    """e to a loss in nats; infinity where that is more than fp64 holds."""
+    return math.inf if loss > 700 else math.exp(loss)
 
 
 @torch.no_grad()

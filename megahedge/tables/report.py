@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from megahedge.evaluation.perplexity import perplexity_of
 from megahedge.tables.rows import Row, Table
 from megahedge.utils.errors import InputError
 
@@ -39,7 +40,7 @@ class Result:
     @property
     def perplexity(self) -> float | None:
         """e to the mean loss."""
-        return None if self.loss is None else math.exp(self.loss)
+        return None if self.loss is None else perplexity_of(self.loss)
 
     @property
     def above_teacher(self) -> float | None:

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from megahedge.tables.rows import Row, Scale
+from megahedge.utils.errors import InputError
 from megahedge.utils.jobs import Job
 
 NEVER = 10**9
@@ -44,6 +45,8 @@ class Planner:
             return RowRuns(None, None)
         total = round(self.scale.tokens * row.budget)
         first = self._whole_steps(total * row.stage1_share)
+        if total < self._step_tokens or (row.stage1_share < 1 and total - first < self._step_tokens):
+            raise InputError(f"row {row.name}: {total} tokens are not enough for its stages, whose steps have {self._step_tokens} each")
         stage1 = self._stage1(row, seed, first) if row.stage1_share > 0 else None
         stage2 = self._stage2(row, seed, total - first, stage1) if row.stage1_share < 1 else None
         return RowRuns(stage1, stage2)
@@ -66,19 +69,19 @@ class Planner:
         return max(1, round(self.scale.tokens / self._step_tokens / self.scale.curve_points))
 
     def _stage1(self, row: Row, seed: int, tokens: int) -> Job:
-        rates = self.scale.rates[row.recipe]
+        rates = self.scale.rates_of(row)
         options = self._common(row, seed, tokens) | {"teacher": self.scale.teacher(row), "lr": rates.stage1} | row.stage1
         return self._job("stage1", f"{row.teacher}-{row.recipe}-{_short(tokens)}{_changes(row.stage1)}", options, seed)
 
     def _stage2(self, row: Row, seed: int, tokens: int, stage1: Job | None) -> Job:
-        rates = self.scale.rates[row.recipe]
+        rates = self.scale.rates_of(row)
         start = {"init_from": str(stage1.folder)} if stage1 else {"stage1_steps": 0, "teacher": self.scale.teacher(row)}
         lr_new = {"lr_new": rates.lr_new * row.rate_factor} if row.separate_rate else {}
         options = self._common(row, seed, tokens) | start | {"lr": rates.stage2 * row.rate_factor} | lr_new | row.stage2
-        return self._job("stage2", row.name, options, seed)
+        return self._job("stage2", row.name, options, seed, stage1)
 
-    def _job(self, stage: str, what: str, options: dict, seed: int) -> Job:
-        return Job(self.scripts / f"{stage}.py", options, self.output_dir / "runs" / f"{stage}-{what}-seed{seed}")
+    def _job(self, stage: str, what: str, options: dict, seed: int, start: Job | None = None) -> Job:
+        return Job(self.scripts / f"{stage}.py", options, self.output_dir / "runs" / f"{stage}-{what}-seed{seed}", start)
 
 
 def _short(tokens: int) -> str:
@@ -95,6 +98,10 @@ def curve(runs: RowRuns) -> list[tuple[int, float]]:
     for job in runs.jobs:
         lines = [json.loads(line) for line in (job.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         tokens_per_step = job.options["seq_len"] * job.options["global_batch_size"]
-        points += [(before + line["step"] * tokens_per_step, line["perplexity"]) for line in lines if line["kind"] == "eval"]
+        points += [
+            (before + line["step"] * tokens_per_step, line["perplexity"])
+            for line in lines
+            if line["kind"] == "eval" and line["perplexity"] is not None
+        ]
         before += job.summary()["tokens"]
     return points

@@ -20,7 +20,7 @@ import jsonargparse
 import yaml
 
 from megahedge.utils.errors import InputError, RunError
-from megahedge.utils.files import read_yaml_object
+from megahedge.utils.files import DISK_ERRORS, read_yaml_object
 from megahedge.utils.units import parse_count
 
 Count = typing.NewType("Count", int)
@@ -198,7 +198,7 @@ INTERRUPTED, READER_GONE = 130, 141
 
 
 def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
-    """Run an entry point: an InputError becomes one line on stderr and exit status 2, a RunError exit status 1.
+    """Run an entry point: an InputError becomes one line on stderr and exit status 2, a RunError or a disk that fails exit status 1.
 
     Ctrl-C, and a reader of the output that has seen enough (`... | head`), end it without a word.
     """
@@ -208,8 +208,7 @@ def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
         finally:
             sys.stdout.flush()  # Python does when it ends, where its errors cannot be caught
     except (InputError, RunError) as error:
-        where = "" if os.environ.get("WORLD_SIZE", "1") == "1" else f"[rank {os.environ.get('RANK', '0')}] "
-        print(f"{where}error: {error}", file=sys.stderr, flush=True)
+        _tell(str(error))
         sys.exit(2 if isinstance(error, InputError) else 1)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
@@ -218,6 +217,16 @@ def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
             raise  # some other pipe or socket, whose end is a fault
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where the rest can be flushed to
         sys.exit(READER_GONE)
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        _tell(f"cannot write {error.filename or 'a file'}: {error.strerror}")
+        sys.exit(1)
+
+
+def _tell(error: str) -> None:
+    where = "" if os.environ.get("WORLD_SIZE", "1") == "1" else f"[rank {os.environ.get('RANK', '0')}] "
+    print(f"{where}error: {error}", file=sys.stderr, flush=True)
 
 
 def _reader_gone(stream: typing.TextIO) -> bool:

@@ -19,7 +19,8 @@ from megahedge.utils.errors import InputError, RunError
 
 _TEMPORARY = ".tmp"
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES)
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES)
+"""Of a disk that is full, fails or is not ours to write: for its user to mend."""
 
 
 def fsync_path(path: str | os.PathLike) -> None:
@@ -82,6 +83,15 @@ def check_output(option: str, value: str, *paths: str | os.PathLike, overwrite: 
             raise InputError(f"{path} exists already; choose another --{option}, or give --overwrite to replace it")
 
 
+def check_output_folder(option: str, value: str) -> None:
+    """The same of a folder that files will be put into, and that may be there with others."""
+    if not value.strip():
+        raise InputError(f"--{option}={value!r} is empty; name a folder")
+    fault = why_not_writable(Path(value) / "file")
+    if fault:
+        raise InputError(f"--{option}={value} cannot be written to: {fault}; name a folder elsewhere")
+
+
 def why_not_writable(path: Path) -> str | None:
     """Why `atomic_write` would fail, found out in the nearest folder above that exists; None if it would not."""
     if os.path.isdir(path):
@@ -108,7 +118,7 @@ def disk_errors_explained(path: str | os.PathLike):
     try:
         yield
     except OSError as error:
-        if error.errno not in _DISK_ERRORS:
+        if error.errno not in DISK_ERRORS:
             raise
         raise RunError(f"cannot write {os.fspath(path)}: {error.strerror}") from None
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megahedge.utils.errors import InputError, RunError
-from megahedge.utils.files import read_json_object, write_json
+from megahedge.utils.files import check_output_folder, read_json_object, write_json
 from megahedge.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -35,6 +35,8 @@ class Job:
     options: dict
     """By name, output_dir not among them; None leaves an option out."""
     folder: Path
+    start: "Job | None" = None
+    """The job whose run it starts from; where that has diverged there is nothing to start from, and it counts as diverged as well."""
 
     def command(self) -> list[str]:
         """Words to start it, or to go on with what an earlier start has left."""
@@ -50,6 +52,9 @@ class Job:
 
     def summary(self) -> dict | None:
         """Figures of the run where it has ended, by its budget or by divergence; None where it has not."""
+        before = self.start and self.start.summary()
+        if before and before["validation_loss"] is None:
+            return {"validation_loss": None, "tokens": 0}
         path = self.folder / "summary.json"
         return read_json_object(path) if path.is_file() else None
 
@@ -66,7 +71,7 @@ class Job:
         """Note the options with which the folder is made.  Raises InputError where it was made with others."""
         record, now = self.beside(".options.json"), json.loads(json.dumps({"script": self.script.name} | self.options))
         if not record.is_file():
-            if self.summary() is not None:
+            if (self.folder / "summary.json").is_file():
                 raise InputError(
                     f"{self.folder} holds a run with options that are not known, as {record.name} is missing; remove the folder"
                 )
@@ -78,6 +83,21 @@ class Job:
         if changed:
             pairs = ", ".join(f"{name} {before.get(name)} (now {now.get(name)})" for name in changed)
             raise InputError(f"{self.folder} was made with {pairs}; use these again, or another --output_dir")
+
+
+def check_jobs(output_dir: str, parallel: int, **values: Sequence) -> None:
+    """Check the options of a command that runs jobs: where, how many at a time, and lists, none of which may be empty or repeat itself.
+
+    Raises InputError.
+    """
+    check_output_folder("output_dir", output_dir)
+    if parallel < 1:
+        raise InputError(f"--parallel={parallel} must be at least 1")
+    for name, given in values.items():
+        if not given:
+            raise InputError(f"--{name} needs at least one value")
+        if len(set(given)) < len(given):
+            raise InputError(f"--{name}={' '.join(map(str, given))} names a value twice; the runs would be the same")
 
 
 def run_jobs(jobs: Sequence[Job], parallel: int = 1) -> list[dict]:

@@ -1,5 +1,6 @@
 """The paper's rows as scripts/configs describes them: each is planned at the paper's size, with its steps, tokens and parameters."""
 
+import dataclasses
 import functools
 from pathlib import Path
 
@@ -130,6 +131,64 @@ def test_a_scale_without_the_teacher_of_a_row_is_refused():
     small = Planner(read_scale(CONFIGS, "small"), ROOT / "scripts", Path("runs"))
     with pytest.raises(InputError, match="needs the teacher pythia-410m; the scale small has pythia-1b"):
         small.runs(read_row(CONFIGS, "hedgemamba-10-90-410m"), seed=1)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("tokens: 500000", "tokens: many", "tokens='many' is not a count; write it like 500K"),
+        ("tokens: 500000", "tokens: -5", "tokens=-5 must be at least 1"),
+        ("tokens: 500000", "tokens:", "tokens=None is not a count"),
+        ("seq_len: 256", "seq_len: odd", "seq_len='odd' is not a count"),
+        ("  seq_len: 256\n", "", "seq_len is missing"),
+        ("curve_points: 8", "curve_points: 0", "curve_points=0 must be at least 1"),
+        ("curve_points: 8", "curve_points: 1.5", "curve_points=1.5 is not a whole number"),
+        ("  paper: {stage1", "  paper: 3\n  other: {stage1", "3 stands where values by name .stage1, stage2, lr_new. belong"),
+        ("stage2: 1.0e-4", "stage2: low", "stage2='low' is not a number"),
+    ],
+)
+def test_a_scale_with_a_value_of_another_kind_is_refused(tmp_path, old, new, told):
+    text = (CONFIGS / "scales" / "small.yaml").read_text()
+    assert old in text
+    (tmp_path / "scales").mkdir()
+    (tmp_path / "scales" / "odd.yaml").write_text(text.replace(old, new))
+    with pytest.raises(InputError, match=told):
+        read_scale(tmp_path, "odd")
+
+
+def test_counts_of_a_scale_are_written_as_on_the_command_line(tmp_path):
+    text = (CONFIGS / "scales" / "small.yaml").read_text().replace("tokens: 500000", "tokens: 2M").replace("seq_len: 256", "seq_len: 1K")
+    (tmp_path / "scales").mkdir()
+    (tmp_path / "scales" / "other.yaml").write_text(text)
+    scale = read_scale(tmp_path, "other")
+    assert (scale.tokens, scale.common["seq_len"], scale.common["global_batch_size"]) == (2_000_000, 1000, 8)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("stage2:", "stage2=None is not values by name"),
+        ("stage1: [rope]", r"stage1=\['rope'\] is not values by name"),
+        ("stage1_share: half", "stage1_share='half' is not a number"),
+        ("rate_factor: 0", "rate_factor=0 must be above 0"),
+        ("ours: 1", "ours=1 is not true or false"),
+    ],
+)
+def test_a_row_with_a_value_of_another_kind_is_refused(tmp_path, line, told):
+    (tmp_path / "paper").mkdir()
+    (tmp_path / "paper" / "base.yaml").write_text((CONFIGS / "paper" / "base.yaml").read_text())
+    (tmp_path / "paper" / "odd.yaml").write_text(f"model: odd\n{line}\n")
+    with pytest.raises(InputError, match=told):
+        read_row(tmp_path, "odd")
+
+
+def test_a_budget_too_small_for_both_stages_is_refused_before_the_first():
+    scale = dataclasses.replace(read_scale(CONFIGS, "small"), tokens=8 * 256)
+    with pytest.raises(InputError, match="row hedgemamba-50-50: 2048 tokens are not enough for its stages, whose steps have 2048 each"):
+        Planner(scale, ROOT / "scripts", Path("runs")).runs(read_row(CONFIGS, "hedgemamba-50-50"), seed=1)
+    with pytest.raises(InputError, match="needs rates of the recipe tuned; the scale small has those of paper"):
+        scale = dataclasses.replace(scale, tokens=10**6, rates={"paper": scale.rates["paper"]})
+        Planner(scale, ROOT / "scripts", Path("runs")).runs(read_row(CONFIGS, "tuned-10-90"), seed=1)
 
 
 def test_a_value_that_no_row_has_is_refused(tmp_path):

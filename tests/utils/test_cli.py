@@ -1,6 +1,8 @@
 """Command lines and YAML files into frozen dataclasses."""
 
 import dataclasses
+import errno
+import os
 import signal
 import subprocess
 import sys
@@ -122,7 +124,10 @@ def test_help_shows_every_option_and_ends_well(capsys):
     assert "How wide, in cells." in shown
 
 
-@pytest.mark.parametrize(("error", "status"), [(InputError("--a=1 is bad"), 2), (RunError("diverged"), 1)])
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/a")
+
+
+@pytest.mark.parametrize(("error", "status"), [(InputError("--a=1 is bad"), 2), (RunError("diverged"), 1), (FULL, 1)])
 def test_errors_for_users_are_one_line_and_a_status(error, status, capsys, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
@@ -132,7 +137,8 @@ def test_errors_for_users_are_one_line_and_a_status(error, status, capsys, monke
     with pytest.raises(SystemExit) as end:
         run_main(main)
     assert end.value.code == status
-    assert capsys.readouterr().err == f"error: {error}\n"
+    told = "cannot write runs/a: No space left on device" if error is FULL else str(error)
+    assert capsys.readouterr().err == f"error: {told}\n"
 
 
 def test_errors_of_one_rank_say_which(capsys, monkeypatch):

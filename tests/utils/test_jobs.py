@@ -1,5 +1,6 @@
 """Commands that are run once, gone on with where they were stopped, and named where they fail."""
 
+import dataclasses
 import signal
 import subprocess
 import sys
@@ -122,6 +123,15 @@ def wait_for(path: Path, seconds: float = 60) -> None:
     while not path.exists():
         assert time.monotonic() < end, f"{path} has not come"
         time.sleep(0.05)
+
+
+def test_what_would_start_from_a_diverged_run_counts_as_diverged(job, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT.replace("2.0", "None"))
+    first = job("a")
+    second = dataclasses.replace(job("b"), start=first)
+    assert second.summary() is None
+    run_jobs([first])
+    assert run_jobs([second]) == [{"validation_loss": None, "tokens": 0}] and not second.folder.exists()
 
 
 def test_a_job_that_ends_without_its_figures_has_failed(job, tmp_path):
