@@ -58,6 +58,8 @@ class Difference:
     """Standard error; None where a row has one seed."""
     share: float | None = None
     """What the first row leaves of the second's distance to the teacher; None where that is no distance, or has another teacher."""
+    by_seed: tuple[float, ...] = ()
+    """The same of each seed, whose runs have the order of data in common; empty where a run has diverged, or a row has no seeds."""
 
     @classmethod
     def of(cls, first: Result, second: Result) -> "Difference":
@@ -65,7 +67,13 @@ class Difference:
         value = None if None in (first.loss, second.loss) else first.loss - second.loss
         spreads = (first.spread, second.spread)
         known = None not in spreads and value is not None
-        return cls((first.row, second.row), value, _standard_error(first, second) if known else None, _share(first, second))
+        return cls(
+            (first.row, second.row),
+            value,
+            _standard_error(first, second) if known else None,
+            _share(first, second),
+            _by_seed(first, second),
+        )
 
     def sentence(self) -> str:
         """For people."""
@@ -75,12 +83,19 @@ class Difference:
         share = "" if self.share is None else f"; leaves {self.share:.3f} of the other's distance to the teacher"
         if self.error is None:
             return f"{pair}: {self.value:+.4f}{share}; one seed says nothing of the spread"
+        seeds = f" ({', '.join(f'{value:+.4f}' for value in self.by_seed)} by seed)" if self.by_seed else ""
         verdict = "a difference" if abs(self.value) > CERTAIN * self.error else "inside the spread of the seeds"
-        return f"{pair}: {self.value:+.4f} ± {self.error:.4f}, {verdict}{share}"
+        return f"{pair}: {self.value:+.4f} ± {self.error:.4f}{seeds}, {verdict}{share}"
 
 
 def _standard_error(first: Result, second: Result) -> float:
     return math.sqrt(sum(result.spread**2 / len(result.losses) for result in (first, second)))
+
+
+def _by_seed(first: Result, second: Result) -> tuple[float, ...]:
+    if None in (*first.losses, *second.losses) or not (first.row.trained and second.row.trained):
+        return ()
+    return tuple(one - other for one, other in zip(first.losses, second.losses, strict=True))
 
 
 def _share(first: Result, second: Result) -> float | None:
@@ -134,7 +149,7 @@ def as_record(table: Table, results: Sequence[Result]) -> dict:
     ]
     compared = [
         {"rows": [row.name for row in difference.rows], "difference": difference.value, "standard_error": difference.error}
-        | {"share": difference.share}
+        | {"share": difference.share, "by_seed": list(difference.by_seed)}
         for difference in differences(table, results)
     ]
     return {"table": table.name, "title": table.title, "rows": rows, "differences": compared}

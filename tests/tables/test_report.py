@@ -17,6 +17,7 @@ def result(name: str, *losses: float | None, **changes) -> Result:
     return Result(row(name, **changes), losses, teacher_loss=3.0, tokens=500_000, seconds=90.0)
 
 
+LEAVES = "; leaves {:.3f} of the other's distance to the teacher"
 TABLE = Table(name="table2", title="Parts", rows=(row("teacher"), row("gate"), row("conv")), compare=(("gate", "conv"),))
 TEACHER = Result(row("teacher", trained=False, paper_perplexity=13.86), (3.0,), teacher_loss=3.0, tokens=0, seconds=0.0)
 
@@ -34,10 +35,22 @@ def test_a_row_shows_mean_and_spread_beside_the_paper():
     ("first", "second", "told"),
     [
         # standard errors: sqrt((0.1414^2 + 0.1414^2) / 2) = 0.1414, and 0.0141 with a tenth of the spread
-        ((3.2, 3.4), (3.3, 3.5), "-0.1000 ± 0.1414, inside the spread of the seeds; leaves 0.750 of the other's distance to the teacher"),
-        ((3.29, 3.31), (3.39, 3.41), "-0.1000 ± 0.0141, a difference; leaves 0.750 of the other's distance to the teacher"),
-        ((3.3, 3.3), (3.3, 3.3), "+0.0000 ± 0.0000, inside the spread of the seeds; leaves 1.000 of the other's distance to the teacher"),
-        ((3.3,), (3.4,), "-0.1000; leaves 0.750 of the other's distance to the teacher; one seed says nothing of the spread"),
+        (
+            (3.2, 3.4),
+            (3.3, 3.5),
+            "-0.1000 ± 0.1414 (-0.1000, -0.1000 by seed), inside the spread of the seeds" + LEAVES.format(0.75),
+        ),
+        (
+            (3.29, 3.31),
+            (3.39, 3.41),
+            "-0.1000 ± 0.0141 (-0.1000, -0.1000 by seed), a difference" + LEAVES.format(0.75),
+        ),
+        (
+            (3.3, 3.3),
+            (3.3, 3.3),
+            "+0.0000 ± 0.0000 (+0.0000, +0.0000 by seed), inside the spread of the seeds" + LEAVES.format(1.0),
+        ),
+        ((3.3,), (3.4,), "-0.1000" + LEAVES.format(0.75) + "; one seed says nothing of the spread"),
         ((3.3, None), (3.4, 3.4), "not known, as a run has diverged"),
     ],
 )
@@ -58,7 +71,7 @@ def test_a_run_that_diverged_is_a_row_without_figures():
     assert "| Gate | 0.5M | diverged |  | diverged |" in markdown(TABLE, results, "made by hand")
     record = as_record(TABLE, results)
     assert (record["rows"][1]["losses"], record["rows"][1]["loss"]) == ([3.2, None], None)
-    assert record["differences"] == [{"rows": ["gate", "conv"], "difference": None, "standard_error": None, "share": None}]
+    assert record["differences"] == [{"rows": ["gate", "conv"], "difference": None, "standard_error": None, "share": None, "by_seed": []}]
     assert differences(TABLE, results)[0].value is None
 
 
