@@ -14,6 +14,7 @@ from megahedge.models.context import SequenceContext
 from megahedge.models.language_model import LanguageModel
 from megahedge.models.mixers.softmax import softmax_attention
 from megahedge.parallel.layers import reduce_partial_sums
+from megahedge.utils.precision import full_precision
 
 Pair = tuple[Tensor, Tensor]
 """A student's tensor and the teacher's, [b, t, d]."""
@@ -55,7 +56,7 @@ def _with_gradients_of_its_own(loss: Tensor, block: Block) -> Tensor:
     parameters = [parameter for parameter in block.parameters() if parameter.requires_grad]
     if not loss.requires_grad or any(hasattr(parameter, "ds_id") for parameter in parameters):
         return loss
-    with torch.autocast(loss.device.type, enabled=False):  # as in a backward after the forward
+    with full_precision(loss):  # as in a backward after the forward
         gradients = torch.autograd.grad(loss, parameters)
     return _ReadyGradients.apply(loss.detach(), gradients, *parameters)
 

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from megahedge.kernels.chunks import Chunks, Decay, Documents
 from megahedge.kernels.problem import Backend, Problem, ScanInputs, ScanOutputs
+from megahedge.utils.precision import full_precision
 
 CHUNK_SIZE = 64
 SEGMENT_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
@@ -71,7 +72,7 @@ class _ChunkedScan(torch.autograd.Function):
         sequence = Sequence(C, B, V, step, rate, boundaries, ctx.problem)
         need_X = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
         gradients = Gradients(sequence, need_X)
-        with torch.autocast(C.device.type, enabled=False):
+        with full_precision(C):
             for stretch, start in reversed(list(zip(sequence.stretches(), starts, strict=True))):
                 after, adjoint = adjoint, torch.empty_like(adjoint)
                 for segment in stretch:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megahedge.kernels.problem import Backend, Problem, ScanInputs, ScanOutputs
+from megahedge.utils.precision import full_precision
 
 CHECKPOINT_INTERVAL = 32
 """Tokens of a stretch.  At 64 the gradient of rates up to 30 was off by 1.1e-5 over a thousand tokens, more than the 1e-5 that is
@@ -76,7 +77,7 @@ class _ChannelScan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_outputs, grad_state):
         saved = ctx.saved_tensors  # read once: activation checkpointing gives each tensor out a single time
-        with torch.autocast(grad_outputs.device.type, enabled=False):
+        with full_precision(grad_outputs):
             forwards = _sweep_forwards(saved, ctx.resets, grad_outputs)
             return (*_sweep_backwards(saved, ctx.resets, grad_outputs, grad_state, forwards), None)
 

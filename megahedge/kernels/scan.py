@@ -2,14 +2,13 @@
 
 # b batch, t seq_len, h num_local_heads, n state_size, p head_dim
 
-import contextlib
-
 import torch
 from torch import Tensor
 
 from megahedge.kernels.normaliser import DenominatorStats, normalise
 from megahedge.kernels.problem import Problem, ScanInputs, ScanState
 from megahedge.kernels.registry import choose_backend
+from megahedge.utils.precision import full_precision
 
 STRUCTURES = ("none", "head", "state", "channel")
 """By the number of axes of the rate."""
@@ -51,7 +50,7 @@ def scan(
         raise ValueError(f"C and B are [b, t, h, n] and V [b, t, h, p], none of which may be 0, not {_shapes(C, B, V)}")
     if boundaries is not None and (boundaries.shape != C.shape[:2] or boundaries.dtype != torch.bool):
         raise ValueError(f"boundaries is [b, t] bool, not {list(boundaries.shape)} {boundaries.dtype}")
-    with _no_autocast(C.device):
+    with full_precision(C):
         inputs = _prepare(C, B, V, step, rate, normalize, initial_state, boundaries, step_axis)
         run = choose_backend(backend, inputs.problem).run
         y, denominator, *state = run(inputs)
@@ -85,7 +84,7 @@ def scan_step(
         raise ValueError("in_place=True is for decoding: call it under torch.no_grad()")
     if B.shape != C.shape or C.dim() != 3 or V.shape[:-1] != C.shape[:-1]:
         raise ValueError(f"C and B are [b, h, n] and V [b, h, p], not {_shapes(C, B, V)}")
-    with _no_autocast(C.device):
+    with full_precision(C):
         with_time = (None if x is None else x.unsqueeze(1) for x in (C, B, V, step))
         inputs = _prepare(*with_time, rate, normalize, state, None, step_axis)
         C, B, V32, step = (x.squeeze(1) for x in (inputs.C, inputs.B, inputs.V, inputs.step))
@@ -200,10 +199,3 @@ def _packed_state(problem: Problem, numerator: Tensor, denominator: Tensor | Non
 
 def _shapes(*tensors: Tensor) -> str:
     return ", ".join(str(list(tensor.shape)) for tensor in tensors)
-
-
-def _no_autocast(device: torch.device):
-    """Autocast would make bf16 of the products of an fp32 scan."""
-    if torch.amp.is_autocast_available(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()

@@ -13,6 +13,8 @@ def all_reduce(tensor: Tensor, tensor_parallel: TensorParallel, op: dist.ReduceO
     if tensor_parallel.size == 1:
         return tensor
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if result.is_meta:  # shapes alone: nothing to sum, and no group
+        return result
     dist.all_reduce(result, op=op, group=tensor_parallel.group)
     return result
 

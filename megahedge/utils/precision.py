@@ -11,7 +11,8 @@ TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.flo
 
 def full_precision(tensor: Tensor) -> contextlib.AbstractContextManager:
     """Within `with`, autocast leaves the precision of matmuls on the tensor's device alone."""
-    return torch.autocast(tensor.device.type, enabled=False)
+    device = tensor.device.type
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else contextlib.nullcontext()
 
 
 def widen(*tensors: Tensor) -> tuple[Tensor, ...]:
