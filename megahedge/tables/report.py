@@ -183,7 +183,9 @@ def plot(curves: dict[str, list[Curve]], teacher_perplexity: float, title: str, 
         axes.plot([count / 1e6 for count in tokens], means, marker="o", markersize=3, label=model)
     axes.axhline(teacher_perplexity, color="black", linestyle="--", linewidth=1, label="teacher")
     axes.set(xlabel="million tokens of both stages", ylabel="validation perplexity", yscale="log", title=title)
+    for set_form in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        set_form(lambda value, _: f"{value:g}")  # in place of powers of ten
     axes.grid(which="both", alpha=0.3)
-    axes.legend()
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1))
     figure.savefig(path, bbox_inches="tight")
     pyplot.close(figure)
