@@ -12,8 +12,8 @@ LAYERS = [
     {"parallel", "kernels", "data"},
     {"models", "checkpoint"},
     {"distill", "export"},
-    {"evaluation", "tables"},
-    {"training"},
+    {"evaluation"},
+    {"training", "tables"},
     {"stages"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
