@@ -16,11 +16,14 @@ import sys
 from pathlib import Path
 
 from megahedge.config.options import TrainOptions
+from megahedge.data.blending import parse_data_path
+from megahedge.data.meta import find_split
 from megahedge.evaluation.evaluate import evaluate
 from megahedge.evaluation.options import EvaluateOptions
 from megahedge.evaluation.perplexity import perplexity_of
+from megahedge.models.hf_weights import resolve_pretrained
 from megahedge.tables.report import Curve, Result, as_record, check_plotting, markdown, plot
-from megahedge.tables.rows import Row, Table, read_scale, read_table
+from megahedge.tables.rows import Row, Table, read_row, read_scale, read_table
 from megahedge.tables.runs import Planner, RowRuns, curve
 from megahedge.utils.cli import parse_options, positional, run_main
 from megahedge.utils.errors import InputError
@@ -48,7 +51,8 @@ class ReproduceOptions:
     seeds: tuple[int, ...] = (1, 2)
     """Seeds of data order and fresh parameters."""
     rows: tuple[str, ...] = ()
-    """Rows to run, by name (default: all of the table)."""
+    """Rows to run, by name (default: all of the table); others of scripts/configs/paper may be among them.  Their table is filed as
+    TABLE-part."""
     output_dir: str = "runs/tables"
     """Folder of the runs, and of the tables that are made of them."""
     parallel: int = 1
@@ -81,19 +85,30 @@ class Reproduction:
         self.runs = {row.name: [self.planner.runs(row, seed) for seed in options.seeds] for row in self.table.rows}
 
     def jobs(self) -> list[list[Job]]:
-        """First stages, each once, then second ones, which start from them."""
-        everything = [runs for seeds in self.runs.values() for runs in seeds]
-        stages = ([runs.stage1 for runs in everything], [runs.stage2 for runs in everything])
-        return [list({job.folder: job for job in jobs if job is not None}.values()) for jobs in stages]
+        """Runs that start from a teacher, each once, then those that start from one of them."""
+        everything = [job for seeds in self.runs.values() for runs in seeds for job in runs.jobs]
+        unique = {job.folder: job for job in everything}.values()
+        return [[job for job in unique if job.start is None], [job for job in unique if job.start is not None]]
 
     def run(self) -> list[Result]:
         """Run what has not ended, and evaluate.  Raises InputError, before anything runs, where a run was made with other options."""
-        stages = self.jobs()
-        for job in itertools.chain(*stages):
+        self._check_inputs()
+        waves = self.jobs()
+        for job in itertools.chain(*waves):
             job.claim()
-        for jobs in stages:
+        for jobs in waves:
             run_jobs(jobs, self.options.parallel)
         return [self._result(row) for row in self.table.rows]
+
+    def _check_inputs(self) -> None:
+        """Find data and teachers now, instead of in the first run.  Raises InputError."""
+        common = self.scale.common
+        corpora = [prefix for _, prefix in parse_data_path(common["data_path"])]
+        for prefix in corpora:
+            find_split(prefix, "train")
+        find_split(common.get("val_data_path", corpora[0]), "val")
+        for teacher in {self.scale.teacher(row) for row in self.table.rows}:
+            resolve_pretrained(teacher)
 
     def _result(self, row: Row) -> Result:
         teacher = self.teacher_loss(self.scale.teacher(row))
@@ -121,9 +136,13 @@ def _some_rows(table: Table, names: tuple[str, ...]) -> Table:
     if not names:
         return table
     known = {row.name: row for row in table.rows}
-    unknown = [name for name in names if name not in known]
+    others = {name for name in names if name not in known and (CONFIGS / "paper" / f"{name}.yaml").is_file()}
+    unknown = [name for name in names if name not in known and name not in others]
     if unknown:
-        raise InputError(f"--rows: {', '.join(unknown)} is none of {table.name}'s; it has {', '.join(known)}")
+        raise InputError(
+            f"--rows: {', '.join(unknown)} is none of {table.name}'s, which has {', '.join(known)}, and no file of scripts/configs/paper"
+        )
+    known |= {name: read_row(CONFIGS, name) for name in others}
     compare = tuple(pair for pair in table.compare if set(pair) <= set(names))
     # under a name of its own: the files of the whole table stay
     return dataclasses.replace(table, name=f"{table.name}-part", rows=tuple(known[name] for name in names), compare=compare)
@@ -134,27 +153,31 @@ def _diverged(runs: RowRuns) -> bool:
 
 
 def write_commands(reproduction: Reproduction) -> bool:
-    """Print the commands of the runs that have not ended, and file those of all, a file for each stage; returns whether any is left.
+    """Print the commands of the runs that have not ended, and file those of all; returns whether any is left.
 
-    The jobs of a file do not wait for each other.  Each of its lines is a task of a Slurm array, under the same number however many
-    have ended: a file that is written again changes nothing for an array that waits.
+    There are two files: runs of the second start from some of the first, those of one file do not wait for each other.  Each line is a
+    task of a Slurm array, under the same number however many have ended: a file that is written again changes nothing for an array that
+    waits.
     """
     waits = ""
-    for stage, jobs in enumerate(reproduction.jobs(), start=1):
+    for name, jobs in zip(("first", "then"), reproduction.jobs(), strict=True):
         for job in jobs:
             job.claim()
         left = [number for number, job in enumerate(jobs, start=1) if job.summary() is None]
         if not left:
             continue
         lines = [shlex.join([LAUNCHER, *job.command()[1:]]) for job in jobs]
-        path = reproduction.folder / f"{reproduction.table.name}-stage{stage}.txt"
+        path = reproduction.folder / f"{reproduction.table.name}-{name}.txt"
         with atomic_write(path, "w") as handle:
             handle.write("".join(f"{line}\n" for line in lines))
-        print(f"# {len(left)} runs of stage {stage}" + (", which start from those above" if waits else ""))
+        print(f"# {len(left)} runs" + (" that start from some of those above" if waits else ""))
         print("\n".join(lines[number - 1] for number in left))
         array = f"--array={','.join(map(str, left))}{waits} scripts/slurm/array.sbatch {shlex.quote(str(path))}"
-        print(f"# the same as an array: stage{stage}=$(sbatch --parsable {array})")
-        waits = f" --dependency=afterok:$stage{stage}"
+        print(f"# the same as an array: {name}=$(sbatch --parsable {array})")
+        waits = f" --dependency=afterany:${name}"  # whoever lacks what it starts from says so; the others run
+    if waits:
+        print("# Submit in the repository's root; a task takes a node of 8 GPUs for a day unless sbatch is told otherwise before the file.")
+        print("# Once they have ended, this command makes the table, and evaluates the teachers for it: call it where there is a GPU.")
     return bool(waits)
 
 

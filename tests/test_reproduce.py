@@ -39,6 +39,7 @@ def finished(reproduce, monkeypatch):
                 (job.folder / "metrics.jsonl").write_text('{"kind": "eval", "step": 5, "perplexity": 20.0}\n')
 
         monkeypatch.setattr(reproduce, "run_jobs", run_jobs)
+        monkeypatch.setattr(reproduce.Reproduction, "_check_inputs", lambda self: None)
         monkeypatch.setattr(reproduce.Reproduction, "teacher_loss", lambda self, teacher: 3.0)
         reproduction = reproduce.Reproduction(options)
         return reproduce.write(reproduction, reproduction.run(), COMMAND), asked
@@ -103,38 +104,47 @@ def test_the_paper_scale_prints_commands_in_an_order_in_which_they_can_run(repro
 def test_what_has_ended_is_not_asked_for_again_and_the_table_comes_last(reproduce, capsys, monkeypatch, tmp_path):
     printed = commands(reproduce, capsys, monkeypatch, tmp_path)
     arrays = [line for line in printed if "sbatch" in line]
-    assert "--array=1,2,3,4 scripts/slurm/array.sbatch" in arrays[0]
-    assert "--array=1,2,3,4,5,6,7 --dependency=afterok:$stage1 scripts/slurm/array.sbatch" in arrays[1]
-    files = [tmp_path / "paper" / f"table1-stage{stage}.txt" for stage in (1, 2)]
+    assert "--array=1,2,3,4,5,6 scripts/slurm/array.sbatch" in arrays[0]  # the naive baselines have no stage 1 to wait for
+    assert "--array=1,2,3,4,5 --dependency=afterany:$first scripts/slurm/array.sbatch" in arrays[1]
+    files = [tmp_path / "paper" / f"table1-{name}.txt" for name in ("first", "then")]
     before = [file.read_text().splitlines() for file in files]
-    assert before == [printed[1:5], printed[7:14]]
+    assert before == [printed[1:7], printed[9:14]] and "makes the table" in printed[-1]
 
     def finish(lines):
         for words in map(shlex.split, lines):
             folder = Path(words[words.index("--output_dir") + 1])
             folder.mkdir()
+            write_json(folder / "run.json", {})
             write_json(folder / "summary.json", {"validation_loss": 2.7, "tokens": 1000})
 
     finish([*before[0], before[1][2]])
     printed = commands(reproduce, capsys, monkeypatch, tmp_path)
     assert [line for line in printed if not line.startswith("#")] == [line for line in before[1] if line != before[1][2]]
-    assert "--array=1,2,4,5,6,7 scripts/slurm/array.sbatch" in printed[-1]
-    assert files[1].read_text().splitlines() == before[1]  # a task that waits still finds its own line
+    assert "--array=1,2,4,5 scripts/slurm/array.sbatch" in "".join(printed)
+    assert files[1].read_text().replace(" --resume", "").splitlines() == before[1]  # a task that waits still finds its own line
     finish(line for number, line in enumerate(before[1]) if number != 2)
+    monkeypatch.setattr(reproduce.Reproduction, "_check_inputs", lambda self: None)
     monkeypatch.setattr(reproduce.Reproduction, "teacher_loss", lambda self, teacher: 2.6)
     printed = commands(reproduce, capsys, monkeypatch, tmp_path)
     assert any(line.startswith("| HedgeMamba, 10/90 |") for line in printed) and (tmp_path / "paper" / "table1.md").is_file()
 
 
 def test_runs_of_a_cluster_are_known_by_their_options(reproduce, capsys, monkeypatch, tmp_path):
-    commands(reproduce, capsys, monkeypatch, tmp_path)
-    with pytest.raises(InputError, match=r"was made with data_path data/owt \(now data/other\)"):
+    commands(reproduce, capsys, monkeypatch, tmp_path, "--data_path", "data/mistaken")
+    words = shlex.split(commands(reproduce, capsys, monkeypatch, tmp_path)[1])  # nothing had begun
+    folder = Path(words[words.index("--output_dir") + 1])
+    folder.mkdir()
+    write_json(folder / "run.json", {})
+    with pytest.raises(InputError, match=r"was made with data_path data/openwebtext \(now data/other\)"):
         commands(reproduce, capsys, monkeypatch, tmp_path, "--data_path", "data/other")
 
 
 def test_what_a_table_lacks_is_refused_before_anything_runs(reproduce, tmp_path):
-    with pytest.raises(InputError, match=r"--rows: gate-50-50 is none of table1's; it has teacher, "):
-        reproduce.Reproduction(reproduce.ReproduceOptions(table="table1", rows=("gate-50-50",), output_dir=str(tmp_path)))
+    with pytest.raises(InputError, match=r"--rows: gate-5-5 is none of table1's, which has teacher, .*, and no file of"):
+        reproduce.Reproduction(reproduce.ReproduceOptions(table="table1", rows=("gate-5-5",), output_dir=str(tmp_path)))
+    with pytest.raises(InputError, match="no dataset at --data_path=nowhere"):
+        reproduce.Reproduction(reproduce.ReproduceOptions(table="table1", data_path="nowhere", output_dir=str(tmp_path))).run()
+    assert not list(tmp_path.iterdir())
     with pytest.raises(InputError, match="needs the teacher pythia-160m; the scale small has pythia-1b"):
         reproduce.Reproduction(reproduce.ReproduceOptions(table="table6", output_dir=str(tmp_path)))
     for options, told in (
@@ -149,6 +159,12 @@ def test_what_a_table_lacks_is_refused_before_anything_runs(reproduce, tmp_path)
             reproduce.ReproduceOptions(table="table1", **options)
 
 
+def test_a_row_of_another_table_may_be_asked_for(reproduce, finished, tmp_path):
+    options = reproduce.ReproduceOptions(table="table1", output_dir=str(tmp_path), rows=("gate-50-50", "naive"))
+    text, _ = finished(options, lambda name: 3.5)
+    assert "| gate alone, 50/50 \\* |" in text and "| naive Mamba |" in text
+
+
 def test_a_stage_1_that_diverged_makes_its_rows_diverge_and_no_others(reproduce, finished, tmp_path):
     rows = ("hedgehog-50-50", "hedgemamba-10-90")
     options = reproduce.ReproduceOptions(table="table1", output_dir=str(tmp_path), rows=rows, seeds=(1,))
@@ -158,10 +174,13 @@ def test_a_stage_1_that_diverged_makes_its_rows_diverge_and_no_others(reproduce,
     assert not (tmp_path / "small" / "table1.md").exists()  # that of all rows is another
 
 
-def test_a_table_is_not_begun_where_one_of_its_runs_was_made_otherwise(reproduce, tmp_path):
+def test_a_table_is_not_begun_where_one_of_its_runs_was_made_otherwise(reproduce, monkeypatch, tmp_path):
     options = reproduce.ReproduceOptions(table="table1", output_dir=str(tmp_path))
     last = reproduce.Reproduction(options).jobs()[1][-1]
     dataclasses.replace(last, options=last.options | {"lr": 1.0}).claim()
+    last.folder.mkdir()
+    write_json(last.folder / "run.json", {})
+    monkeypatch.setattr(reproduce.Reproduction, "_check_inputs", lambda self: None)
     with pytest.raises(InputError, match=r"was made with lr 1\.0 \(now "):
         reproduce.Reproduction(options).run()
     assert not list(tmp_path.glob("**/*.log"))

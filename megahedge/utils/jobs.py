@@ -68,10 +68,12 @@ class Job:
         return self.folder.with_name(self.folder.name + suffix)
 
     def claim(self) -> None:
-        """Note the options with which the folder is made.  Raises InputError where it was made with others."""
+        """Note the options with which the folder is made.  Raises InputError where it was made with others; a run that has never
+        begun binds nobody."""
         record, now = self.beside(".options.json"), json.loads(json.dumps({"script": self.script.name} | self.options))
-        if not record.is_file():
-            if (self.folder / "summary.json").is_file():
+        begun = any((self.folder / name).is_file() for name in ("run.json", "summary.json"))
+        if not record.is_file() or not begun:
+            if begun:
                 raise InputError(
                     f"{self.folder} holds a run with options that are not known, as {record.name} is missing; remove the folder"
                 )
@@ -151,7 +153,6 @@ class _Runner:
         """The summary of a job, which is run unless it has one.  Raises RunError where it ends without."""
         if job.summary() is None:
             log = job.beside(".log")
-            logger.info("running %s (output in %s)", job.folder, log)
             start = time.monotonic()
             status = self._status(job, log)
             write_json(job.beside(".seconds.json"), {"seconds": job.seconds() + time.monotonic() - start})
@@ -165,6 +166,7 @@ class _Runner:
         """Start it and wait for its end."""
         if self._closed.is_set():
             raise RunError(f"{job.folder} was not started")
+        logger.info("running %s (output in %s)", job.folder, log)
         prepare = functools.partial(_tie_to_parent, os.getpid())
         with log.open("a", encoding="utf-8") as handle:
             # in a session of its own: a Ctrl-C reaches it once, through us

@@ -43,7 +43,7 @@ class BenchDecodeOptions(ModelShape):
     rounds: int = 5
     """Timed rounds, each of which runs everything once."""
     students: tuple[str, ...] = tuple(STUDENTS)
-    """Decays of the students."""
+    """Students by their decay: head (the recipe tuned), channel (paper)."""
 
     def __post_init__(self):
         for name in self.students:

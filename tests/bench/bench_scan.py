@@ -46,9 +46,9 @@ class BenchScanOptions:
     dtype: str = "fp32"
     """Of C, B, V and of q, k, v: fp32 or bf16."""
     backends: tuple[str, ...] = ("auto",)
-    """Backends of the scan; those that cannot run a structure are left out."""
+    """Backends of the scan, auto or any of reference, loop, numba, chunked; those that cannot run a structure are left out."""
     structures: tuple[str, ...] = tuple(STRUCTURES)
-    """Structures of the decay."""
+    """Structures of the decay: none, head, state, channel, or in quotes "state, step by state" and "channel, step by state"."""
     rounds: int = 7
     """Timed rounds, each of which runs everything once."""
     memory: bool = True
