@@ -220,7 +220,7 @@ def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        _tell(f"cannot write {error.filename or 'a file'}: {error.strerror}")
+        _tell(f"cannot read or write {error.filename or 'a file'}: {error.strerror}")
         sys.exit(1)
 
 

@@ -68,10 +68,13 @@ class Job:
         return self.folder.with_name(self.folder.name + suffix)
 
     def claim(self) -> None:
-        """Note the options with which the folder is made.  Raises InputError where it was made with others; a run that has never
-        begun binds nobody."""
+        """Note the options with which the folder is made; those of a run that was never started are replaced.
+
+        Raises InputError where it was made with others.
+        """
         record, now = self.beside(".options.json"), json.loads(json.dumps({"script": self.script.name} | self.options))
-        begun = any((self.folder / name).is_file() for name in ("run.json", "summary.json"))
+        # a log is there before the run's own record: another process may have just started it
+        begun = any(path.is_file() for path in (self.folder / "run.json", self.folder / "summary.json", self.beside(".log")))
         if not record.is_file() or not begun:
             if begun:
                 raise InputError(

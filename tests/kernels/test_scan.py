@@ -259,6 +259,14 @@ def test_shapes_that_do_not_fit_are_refused(changed, message):
         scan(**arguments(Case("head", "shared")) | changed)
 
 
+@pytest.mark.parametrize("empty", range(4))
+def test_nothing_to_scan_is_refused(empty):
+    shape = [2, 3, 2, 4]
+    shape[empty] = 0
+    with pytest.raises(ValueError, match="none of which may be 0"):
+        scan(torch.ones(shape), torch.ones(shape), torch.ones(*shape[:3], 5))
+
+
 def test_a_step_whose_shapes_do_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"C and B are \[b, h, n\] and V \[b, h, p\], not \[2, 2, 6\], \[2, 2, 7\], \[2, 2, 5\]"):
         scan_step(torch.ones(2, 2, 6), torch.ones(2, 2, 7), torch.ones(2, 2, 5))

@@ -137,7 +137,7 @@ def test_errors_for_users_are_one_line_and_a_status(error, status, capsys, monke
     with pytest.raises(SystemExit) as end:
         run_main(main)
     assert end.value.code == status
-    told = "cannot write runs/a: No space left on device" if error is FULL else str(error)
+    told = "cannot read or write runs/a: No space left on device" if error is FULL else str(error)
     assert capsys.readouterr().err == f"error: {told}\n"
 
 

@@ -62,6 +62,16 @@ def test_a_folder_made_with_other_options_is_not_taken_for_this_one(job):
     assert not job("b").folder.exists()
 
 
+def test_only_options_of_a_run_that_was_started_bind_the_next(job):
+    job("a", lr=0.1).claim()
+    one = job("a", lr=0.2)
+    one.claim()
+    one.beside(".log").write_text("")  # started a moment ago, its folder not made yet
+    one.claim()
+    with pytest.raises(InputError, match=r"a was made with lr 0\.2 \(now 0\.1\)"):
+        job("a", lr=0.1).claim()
+
+
 def test_a_finished_run_of_unknown_options_is_not_taken_either(job):
     run_jobs([job("a", lr=0.1)])
     job("a").beside(".options.json").unlink()
