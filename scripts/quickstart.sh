@@ -95,16 +95,16 @@ distil() {
 
 # train NAME STAGE START OPTIONS...: the run $out/NAME, which starts from the teacher or from a run of stage 1.
 train() {
-    local folder=$out/$1 stage=$2 start=$3 resume=()
+    local folder=$out/$1 stage=$2 source=$3 start resume=()
     shift 3
-    claim "$folder" "$stage from $start with $*"
-    if [ -f "$folder/run.json" ] && ! fresh "$folder/run.json" "$data.meta.json" "$(end_of "$start")"; then
+    claim "$folder" "$stage from $source with $*"
+    if [ -f "$folder/run.json" ] && ! fresh "$folder/run.json" "$data.meta.json" "$(end_of "$source")"; then
         printf '\n%s is made again: what it comes from is newer\n' "$folder"
         rm -r "$folder"
     fi
     if [ -f "$folder/summary.json" ]; then return; fi
     if [ -f "$folder/run.json" ]; then resume=(--resume); fi
-    if [ "$stage" = stage1 ]; then start=(--teacher "$start"); else start=(--init_from "$start"); fi
+    if [ "$stage" = stage1 ]; then start=(--teacher "$source"); else start=(--init_from "$source"); fi
     run deepspeed --num_accelerators "$processes" --master_port "$(free_port)" "scripts/$stage.py" --ds_config ds_configs/zero1.json \
         --data_path "$data" --output_dir "$folder" --dtype fp32 --seq_len 256 --global_batch_size 8 --eval_tokens 20K \
         --save_interval 50 "${start[@]}" "$@" "${resume[@]}"

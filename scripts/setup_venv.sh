@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the scripts that need the environment: `setup_venv EXTRAS` makes .venv if it is missing and installs the pinned set.
 #
 # An environment that is there already is kept, with the torch that it has.  Set PYTHON to choose the interpreter of a new one.

@@ -30,7 +30,7 @@ STEPS, HALF = 8, 4
 """Steps of a run, and those after which it saves and evaluates."""
 TEACHER_STEPS = 20
 TOKENS_PER_STEP = SEQ_LEN * GLOBAL_BATCH_SIZE
-COMMANDS = {1: (Stage1Options, stage1), 2: (Stage2Options, stage2)}
+COMMANDS = {0: (PretrainOptions, pretrain), 1: (Stage1Options, stage1), 2: (Stage2Options, stage2)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,8 @@ class StageRun:
     changes: dict = dataclasses.field(default_factory=dict)
     """Options other than those of the recipe at the tests' sizes; folders are named from the inputs' folder on."""
     resumes: str | None = None
-    """Go on from a copy of that run as a crash after HALF steps would have left it."""
+    """Go on from a copy of that run as a crash after the checkpoint of step `resumes_at` would have left it."""
+    resumes_at: int = HALF
     prepare: Callable[[Path], None] | None = None
     """Changes files below the inputs' folder before the run."""
     mutant: str | None = None
@@ -61,7 +62,7 @@ class Outcome:
 
 
 TEACHER = "pretrained/hf"
-PLACES = ("teacher", "init_from", "ds_config")
+PLACES = ("teacher", "init_from", "ds_config", "model_config")
 
 
 def make_stage_inputs(folder: Path) -> None:
@@ -73,6 +74,8 @@ def make_stage_inputs(folder: Path) -> None:
 
 def stage_options(folder: Path, run: StageRun) -> dict:
     """All options of a run by name."""
+    if run.stage == 0:
+        return arguments(folder, run.name, train_tokens=TEACHER_STEPS * TOKENS_PER_STEP) | _with_places(folder, run.changes)
     recipe = read_recipe(run.recipe)[f"stage{run.stage}"]
     sizes = {"train_tokens": STEPS * TOKENS_PER_STEP, "eval_interval": HALF, "save_interval": HALF, "recipe": run.recipe}
     if run.stage == 1:
@@ -81,6 +84,10 @@ def stage_options(folder: Path, run: StageRun) -> dict:
         rates = {"lr": 2e-3} | ({"lr_new": 1e-2} if recipe["lr_new"] else {})
     values = recipe | arguments(folder, run.name) | sizes | rates | run.changes
     del values["model_config"]
+    return _with_places(folder, values)
+
+
+def _with_places(folder: Path, values: dict) -> dict:
     return values | {name: str(folder / values[name]) for name in PLACES if values.get(name)}
 
 
@@ -90,13 +97,9 @@ def make_stage_runs(folder: Path, runs: list[StageRun]) -> dict[str, Outcome]:
 
 
 def _make_run(folder: Path, run: StageRun) -> Outcome:
-    if run.stage == 0:
-        model = {"model_config": str(folder / run.changes["model_config"]), "train_tokens": TEACHER_STEPS * TOKENS_PER_STEP}
-        pretrain(PretrainOptions(**arguments(folder, run.name, **model)))
-        return Outcome(None, ())
     if dist.get_rank() == 0:
         if run.resumes is not None:
-            copy_crashed(folder / run.resumes, folder / run.name, HALF)
+            copy_crashed(folder / run.resumes, folder / run.name, run.resumes_at)
         if run.prepare is not None:
             run.prepare(folder)
     dist.barrier()

