@@ -4,12 +4,14 @@
                          parameters-00000.safetensors …   whole tensors, whatever topology wrote them
                          optimizer-00000.safetensors …
     <root>/latest                                  name of the newest complete checkpoint, for people and scripts
+    <root>/best                                    link to the one with the lowest validation loss, where a run keeps it
 
 A checkpoint is written under a temporary name, flushed to the disk, its checkpoint.json last, and then renamed.
 """
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterable
@@ -190,7 +192,8 @@ def _folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _step_of(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """The step of a complete checkpoint's folder."""
     return int(_COMPLETE.fullmatch(path.name)[1])
 
 
@@ -198,7 +201,7 @@ def complete_checkpoints(root: Path) -> list[Path]:
     """Folders of complete checkpoints, newest first."""
     if not root.is_dir():
         return []
-    return sorted((path for path in root.iterdir() if _COMPLETE.fullmatch(path.name)), key=_step_of, reverse=True)
+    return sorted((path for path in root.iterdir() if _COMPLETE.fullmatch(path.name)), key=step_of, reverse=True)
 
 
 def newest_sound(root: Path, groups: Iterable[str] | None = None) -> Checkpoint | None:
@@ -219,6 +222,36 @@ def newest_sound(root: Path, groups: Iterable[str] | None = None) -> Checkpoint 
     return None
 
 
+def best_checkpoint(root: Path) -> Path | None:
+    """The checkpoint that `mark_best` has named; None where there is none, or no longer."""
+    link = root / "best"
+    if not link.is_symlink():
+        return None
+    target = root / os.readlink(link)
+    return target if _COMPLETE.fullmatch(target.name) and target.is_dir() else None
+
+
+def mark_best(root: Path, step: int) -> None:
+    """Let the link `best` name the checkpoint of `step`, which `rotate` then keeps."""
+    temporary = root / ".best.tmp"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(_folder_name(step))
+    temporary.replace(root / "best")
+    fsync_path(root)
+
+
+def forget_best_after(root: Path, step: int) -> None:
+    """Drop the name of a best checkpoint later than `step`, to which a run has gone back."""
+    best = best_checkpoint(root)
+    if best is not None and step_of(best) > step:
+        (root / "best").unlink()
+
+
+def has_checkpoint(root: Path, step: int) -> bool:
+    """Whether there is a complete checkpoint of that step."""
+    return (root / _folder_name(step)).is_dir()
+
+
 def open_checkpoint(path: str | Path, groups: Iterable[str] | None = None) -> Checkpoint:
     """A checkpoint from its own folder, or the newest sound one of a run folder or of a folder of checkpoints.
 
@@ -237,13 +270,15 @@ def open_checkpoint(path: str | Path, groups: Iterable[str] | None = None) -> Ch
 
 
 def rotate(root: Path, keep_last: int, step: int) -> None:
-    """Remove all complete checkpoints up to `step`, the one just written, but the newest `keep_last`.
+    """Remove all complete checkpoints up to `step`, the one just written, but the newest `keep_last` and the best one.
 
     Later ones can only be damaged ones that a resumed run has passed over; they count for nothing, and the run writes them again.
     One process calls it, after `finish`.
     """
-    for path in [path for path in complete_checkpoints(root) if _step_of(path) <= step][keep_last:]:
-        _discard(path)
+    best = best_checkpoint(root)
+    for path in [path for path in complete_checkpoints(root) if step_of(path) <= step][keep_last:]:
+        if path != best:
+            _discard(path)
 
 
 def remove_unfinished(root: Path) -> None:

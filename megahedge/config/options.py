@@ -123,6 +123,8 @@ class RunOptions:
     """Steps between checkpoints; one more follows the last step."""
     keep_last: int = 2
     """Checkpoints kept; older ones are removed."""
+    keep_best: bool = False
+    """Keep the checkpoint with the lowest validation loss as well; OUTPUT_DIR/checkpoints/best is a link to it."""
     resume: bool = False
     """Go on from the newest complete checkpoint in output_dir."""
     dry_run: bool = False
@@ -133,6 +135,8 @@ class RunOptions:
     """Save and stop after this step, with the schedule still planned for train_tokens; --resume goes on."""
     wandb_project: str | None = None
     """Log to this Weights & Biases project too (WANDB_MODE=offline works without a network)."""
+    peak_tflops: float | None = None
+    """Peak of a rank's device, 10¹² operations a second, of which `mfu` in metrics.jsonl is the share (default: the GPU's data sheet)."""
     run_name: str | None = None
     """Name of the run in Weights & Biases; by default the name of output_dir."""
 
@@ -141,6 +145,9 @@ class RunOptions:
         for name in ("tp_size", "log_interval", "eval_interval", "save_interval", "keep_last"):
             _require(getattr(self, name) >= 1, f"--{name}={getattr(self, name)} must be at least 1")
         _require(self.stop_after is None or self.stop_after >= 1, f"--stop_after={self.stop_after} must be at least 1")
+        _require(
+            self.peak_tflops is None or 0 < self.peak_tflops < math.inf, f"--peak_tflops={self.peak_tflops} must be positive and finite"
+        )
         _require(self.output_dir != "", "--output_dir='' is empty; name a folder")
         _require(0 <= self.seed < 2**31, f"--seed={self.seed} must lie between 0 and {2**31 - 1}")
         _require(

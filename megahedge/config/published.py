@@ -15,16 +15,22 @@ class Gpu:
     """Peak of dense bf16 matrix products with fp32 sums, 10¹² operations a second."""
     fp32_tflops: float
     """The same of fp32, without TF32."""
+    driver_names: tuple[str, ...]
+    """What torch.cuda.get_device_name gives."""
+
+    def peak_tflops(self, dtype: str) -> float:
+        """Of a run in `dtype`, bf16 or fp32."""
+        return self.bf16_tflops if dtype == "bf16" else self.fp32_tflops
 
 
 GPUS = {
-    "A10": Gpu(22.0, 125.0, 31.2),
-    "A100-40G": Gpu(39.4, 312.0, 19.5),
-    "A100-80G": Gpu(79.1, 312.0, 19.5),
-    "H100-80G": Gpu(79.1, 989.0, 66.9),
-    "H200": Gpu(139.8, 989.0, 66.9),
-    "L40S": Gpu(44.4, 362.0, 91.6),
-    "RTX4090": Gpu(23.5, 165.0, 82.6),
+    "A10": Gpu(22.0, 125.0, 31.2, ("NVIDIA A10",)),
+    "A100-40G": Gpu(39.4, 312.0, 19.5, ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB")),
+    "A100-80G": Gpu(79.1, 312.0, 19.5, ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe")),
+    "H100-80G": Gpu(79.1, 989.0, 66.9, ("NVIDIA H100 80GB HBM3",)),
+    "H200": Gpu(139.8, 989.0, 66.9, ("NVIDIA H200",)),
+    "L40S": Gpu(44.4, 362.0, 91.6, ("NVIDIA L40S",)),
+    "RTX4090": Gpu(23.5, 165.0, 82.6, ("NVIDIA GeForce RTX 4090",)),
 }
 """By the name of --gpu; A100, H100 and H200 in their SXM form."""
 
@@ -33,6 +39,11 @@ def find_gpu(name: str) -> Gpu:
     """The GPU of that name.  Raises InputError, naming those that there are."""
     check_known("gpu", name, GPUS)
     return GPUS[name]
+
+
+def known_gpu(driver_name: str) -> Gpu | None:
+    """The GPU that its driver calls `driver_name`; None for one that is not listed."""
+    return next((gpu for gpu in GPUS.values() if driver_name in gpu.driver_names), None)
 
 
 def _pythia(hidden_size: int, num_layers: int, num_heads: int, vocab_size: int = 50304) -> dict:

@@ -84,21 +84,25 @@ class CheckpointReader:
 
 
 class _SafetensorsFile:
+    """Opened anew for every tensor: while a file is mapped, what was read of it stays in the process's memory."""
+
     def __init__(self, path: Path):
+        self._path = path
         try:
-            self._handle = safe_open(path, framework="pt")
+            with safe_open(path, framework="pt") as handle:
+                self._shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118 (no dict)
         except SafetensorError as error:
             raise InputError(f"{path} is damaged or no safetensors file: {error}") from error
-        self._names = set(self._handle.keys())
 
     def names(self) -> set[str]:
-        return self._names
+        return set(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._handle.get_slice(name).get_shape())
+        return self._shapes[name]
 
     def read(self, name: str, index: Index) -> Tensor:
-        return self._handle.get_slice(name)[index] if index else self._handle.get_tensor(name)
+        with safe_open(self._path, framework="pt") as handle:
+            return handle.get_slice(name)[index] if index else handle.get_tensor(name)
 
 
 class _BinFile:

@@ -4,15 +4,17 @@ import abc
 import contextlib
 import dataclasses
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from megahedge.checkpoint.store import Checkpoint
+from megahedge.checkpoint.store import Checkpoint, complete_checkpoints
 from megahedge.config.model import ModelConfig
 from megahedge.config.options import BatchPlan, TrainOptions, plan_batches
+from megahedge.config.published import known_gpu
 from megahedge.data.blending import parse_data_path
 from megahedge.data.indexed_dataset import IndexedDataset
 from megahedge.data.loader import BatchLoader, TrainingData, ValidationData
@@ -22,7 +24,7 @@ from megahedge.models.hf_weights import PretrainedWeights, weights_digest
 from megahedge.models.language_model import LanguageModel
 from megahedge.parallel.sharding import full_numel
 from megahedge.parallel.topology import TensorParallel, Topology
-from megahedge.training.checkpointing import Extras, Progress, find_checkpoint, load_student, restore_optimizer
+from megahedge.training.checkpointing import Extras, Progress, checkpoint_bytes, find_checkpoint, load_student, restore_optimizer
 from megahedge.training.distributed import init_distributed, on_first_rank, tell_of_lost_ranks
 from megahedge.training.ds_config import load_ds_config, merge_ds_config, zero_stage
 from megahedge.training.engine import TrainingEngine
@@ -31,7 +33,7 @@ from megahedge.training.metrics import MetricsLog, check_wandb, has_evaluation
 from megahedge.training.run_folder import RunFolder
 from megahedge.utils.errors import InputError
 from megahedge.utils.logging import get_logger
-from megahedge.utils.units import format_count
+from megahedge.utils.units import format_bytes, format_count
 from megahedge.utils.words import divisors, either
 
 logger = get_logger(__name__)
@@ -190,6 +192,7 @@ def _run(stage_type: type[Stage], plan: Plan, topology: Topology) -> tuple[Stage
     progress = _find_progress(plan, checkpoint)
     facts = {**record, "topology": _topology_record(plan, topology), "resumed_at_step": progress.step}
     on_first_rank(lambda: plan.run.write_record(stage.name, options, facts), f"--output_dir={plan.run.path}")
+    on_first_rank(lambda: _check_room(plan, stage), f"--output_dir={plan.run.path}")
     engine = TrainingEngine(stage, stage.student, options, plan.batches, topology)
     if checkpoint:
         restore_optimizer(engine, checkpoint, progress)
@@ -213,9 +216,27 @@ def _run(stage_type: type[Stage], plan: Plan, topology: Topology) -> tuple[Stage
         metrics = []
         on_first_rank(lambda: metrics.append(opened.enter_context(_open_metrics(plan, progress))), f"--output_dir={plan.run.path}")
         log = metrics[0] if metrics else None
-        job = Job(options, engine, stage.student, loader, evaluate, plan.run, log, record, stage.extras(plan))
+        peak = _peak_tflops(options, engine.device)
+        job = Job(options, engine, stage.student, loader, evaluate, plan.run, log, record, peak, stage.extras(plan))
         progress = train(job, progress)
     return stage, engine, progress
+
+
+def _check_room(plan: Plan, stage: Stage) -> None:
+    """Warn where the disk has no room for the checkpoints to come.  Each is looked at again before it is written."""
+    options, size = plan.options, checkpoint_bytes(stage.student)
+    # one more than are kept, as an old one goes when the new one is whole
+    coming = options.keep_last + options.keep_best + 1 - len(complete_checkpoints(plan.run.checkpoints))
+    free = shutil.disk_usage(plan.run.path).free
+    if free < coming * size:
+        text = "a checkpoint takes %s, and --keep_last=%d needs room for %d more; %s has %s free: make room, or saves will fail"
+        logger.warning(text, format_bytes(size), options.keep_last, coming, plan.run.path, format_bytes(free))
+
+
+def _peak_tflops(options: TrainOptions, device: torch.device) -> float | None:
+    """What a rank's device can do: as the user says, else by its data sheet."""
+    gpu = known_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return options.peak_tflops or (gpu and gpu.peak_tflops(options.dtype))
 
 
 def _find_progress(plan: Plan, checkpoint: Checkpoint | None) -> Progress:

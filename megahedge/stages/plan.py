@@ -136,7 +136,7 @@ class RunPlan:
     @property
     def peak_tflops(self) -> float:
         """The GPU's, in the precision of the run."""
-        return self.gpu.bf16_tflops if self.options.dtype == "bf16" else self.gpu.fp32_tflops
+        return self.gpu.peak_tflops(self.options.dtype)
 
     @property
     def seconds_of_products(self) -> float:

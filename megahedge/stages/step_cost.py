@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from megahedge.config.model import ModelConfig
 from megahedge.parallel.topology import TensorParallel
 from megahedge.stages.base import Stage
+from megahedge.training.timing import product_operations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,9 +139,7 @@ class _Counter(TorchDispatchMode):
             return 0.0  # the scan asks how strong its decay is: at hand-over there is none
         result = function(*args, **kwargs)
         self.operations += 1
-        count = flop_registry.get(function._overloadpacket)
-        if count is not None:
-            self.flops += count(*args, **kwargs, out_val=result)
+        self.flops += product_operations(function, args, kwargs, result)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._add(tensor.untyped_storage())

@@ -6,18 +6,32 @@ The files say nothing of ranks, ZeRO or TP, so any topology reads what any other
 import dataclasses
 import functools
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megahedge.checkpoint.store import Checkpoint, CheckpointWriter, complete_checkpoints, newest_sound, remove_unfinished, rotate
-from megahedge.parallel.sharding import load_parameters
+from megahedge.checkpoint.store import (
+    Checkpoint,
+    CheckpointWriter,
+    best_checkpoint,
+    complete_checkpoints,
+    forget_best_after,
+    has_checkpoint,
+    mark_best,
+    newest_sound,
+    remove_unfinished,
+    rotate,
+    step_of,
+)
+from megahedge.parallel.sharding import full_numel, load_parameters
 from megahedge.training.distributed import on_first_rank
 from megahedge.training.engine import MOMENTS, TrainingEngine
 from megahedge.utils.errors import InputError
 from megahedge.utils.logging import get_logger, log_agreed
+from megahedge.utils.units import format_bytes
 
 logger = get_logger(__name__)
 
@@ -65,7 +79,7 @@ def save_checkpoint(
 
     A failure to write is reported and leaves the run and the older checkpoints as they are.
     """
-    sink = _Sink(root, progress.step, extras) if dist.get_rank() == 0 else _Nothing()
+    sink = _Sink(root, progress.step, checkpoint_bytes(student), extras) if dist.get_rank() == 0 else _Nothing()
     for name, _ in student.named_parameters():
         if name not in engine.parameters:
             sink.add_frozen(name)
@@ -79,6 +93,34 @@ def save_checkpoint(
     if outcome[0] is not None:
         log_agreed(logger, logging.ERROR, "checkpoint at step %d was NOT written: %s; older ones are untouched", progress.step, outcome[0])
     return outcome[0] is None
+
+
+def checkpoint_bytes(student: nn.Module) -> int:
+    """Size of a checkpoint, but for its manifest and what a stage adds: fp32 parameters, and two moments of those that train."""
+    return sum(4 * full_numel(parameter) * (3 if parameter.requires_grad else 1) for parameter in student.parameters())
+
+
+def keep_if_best(root: Path, step: int, loss_at: Callable[[int], float | None], keep_last: int, save: Callable[[], bool]) -> None:
+    """Keep the checkpoint of this step where its validation loss is the lowest so far; `save` writes it where there is none yet.
+
+    Collective.  loss_at: the validation loss at a step, asked on rank 0; None where it is not known.
+    """
+
+    def look() -> tuple[bool, bool]:
+        best, loss = best_checkpoint(root), loss_at(step)
+        lowest = loss_at(step_of(best)) if best is not None else None
+        return loss is not None and (lowest is None or loss < lowest), has_checkpoint(root, step)
+
+    is_best, written = on_first_rank(look, f"looking for the best checkpoint in {root}")
+    if not is_best or not (written or save()):
+        return
+
+    def keep() -> None:
+        mark_best(root, step)
+        rotate(root, keep_last, step)
+
+    on_first_rank(keep, f"keeping the best checkpoint in {root}")
+    logger.info("step %d has the lowest validation loss so far: its checkpoint is kept", step)
 
 
 class _Nothing:
@@ -99,15 +141,18 @@ class _Nothing:
 class _Sink:
     """A CheckpointWriter that remembers its first failure instead of leaving other ranks waiting in a collective."""
 
-    def __init__(self, root: Path, step: int, extras: Extras):
+    def __init__(self, root: Path, step: int, size: int, extras: Extras):
         self.error: str | None = None
         self._writer = None
         self._extras = extras
         self._root, self._step = root, step
-        self._attempt(self._open)
+        self._attempt(self._open, size)
 
-    def _open(self):
+    def _open(self, size):
         self._writer = CheckpointWriter(self._root, self._step)
+        free = shutil.disk_usage(self._root).free
+        if free < size:
+            raise OSError(f"it takes {format_bytes(size)}, and {self._root} has {format_bytes(free)} free")
 
     def _attempt(self, action, *arguments):
         if self.error is None:
@@ -151,6 +196,8 @@ def find_checkpoint(root: Path) -> Checkpoint | None:
     def look() -> Path | None:
         remove_unfinished(root)
         newest, count = newest_sound(root), len(complete_checkpoints(root))
+        if newest is not None:
+            forget_best_after(root, newest.step)
         if newest is None and count > 0:
             raise InputError(
                 f"--resume: all {count} checkpoints in {root} are damaged; put a sound one there, or start in a new --output_dir"

@@ -18,6 +18,7 @@ from megahedge.parallel.sharding import Index, read_shard, unshard
 from megahedge.parallel.topology import Topology
 from megahedge.training.ds_config import load_ds_config, merge_ds_config, zero_stage
 from megahedge.training.optim import build_optimizer
+from megahedge.training.timing import OperationCounter, StepTimer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -68,6 +69,9 @@ class TrainingEngine:
         )
         self._make_moments()
         self.device = self.deepspeed.device
+        self.timer = StepTimer(self.device)
+        self.operations: int | None = None
+        """Of this rank's matrix products in a step, recomputation included; counted in the first one."""
         for name, value in starting_values.items():
             self._write(name, value.to(self.device))
 
@@ -97,10 +101,16 @@ class TrainingEngine:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
         self.deepspeed.train()
+        with self.timer.watching_collectives(), self._counting_operations():
+            return self._train_step(micro_batches, stop_requested)
+
+    def _train_step(self, micro_batches: Iterable[Batch], stop_requested: bool) -> StepResult:
         scalars, finite, positions = [], [], []
-        for batch, is_last in _mark_last(micro_batches):
-            loss, metrics = self.deepspeed(*batch.inputs(self.device))
-            self.deepspeed.backward(loss)
+        for batch, is_last in _mark_last(self._timed(micro_batches)):
+            with self.timer.part("forward"):
+                loss, metrics = self.deepspeed(*batch.inputs(self.device))
+            with self.timer.part("backward"):
+                self.deepspeed.backward(loss)
             scalars.append(torch.stack([value.detach().float() for value in (loss, *metrics.values())]))
             finite.append(torch.isfinite(scalars[-1][0]) & self._gradients.take_finite())
             positions.append(batch.positions)
@@ -108,7 +118,8 @@ class TrainingEngine:
                 means, all_finite, stop = self._agree(torch.stack(scalars).mean(0), torch.stack(finite).all(), stop_requested)
                 self.optimizer.enabled = all_finite
                 grad_norm = self._gradient_norm_at_stage_0() if self.zero_stage == 0 else None
-            self.deepspeed.step()
+            with self.timer.part("optimizer"):
+                self.deepspeed.step()
         self.optimizer.enabled = True
         self._gradients.check_complete()
         if grad_norm is None:
@@ -121,6 +132,26 @@ class TrainingEngine:
             bad_samples=[] if all_finite else self._gather_bad(finite, positions),
             stop_requested=stop,
         )
+
+    def _timed(self, micro_batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The same batches; what the host waits for them counts as `data`."""
+        iterator = iter(micro_batches)
+        while True:
+            with self.timer.host_part("data"):
+                batch = next(iterator, None)
+            if batch is None:
+                return
+            yield batch
+
+    @contextlib.contextmanager
+    def _counting_operations(self) -> Iterator[None]:
+        """Within `with`, the first step's operations are counted."""
+        if self.operations is not None:
+            yield
+            return
+        with OperationCounter() as counter:
+            yield
+        self.operations = counter.operations
 
     def _agree(self, means: Tensor, finite: Tensor, stop_requested: bool) -> tuple[list[float], bool, bool]:
         """One all-reduce a step: mean losses over DP ranks, and whether any rank saw a non-finite value or was asked to stop."""

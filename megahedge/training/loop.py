@@ -1,10 +1,12 @@
 """The training loop that every stage runs in: step, measure, evaluate, save, stop when asked."""
 
+import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -12,12 +14,13 @@ import torch.distributed as dist
 from megahedge.config.options import TrainOptions
 from megahedge.data.loader import BatchLoader
 from megahedge.evaluation.perplexity import Perplexity
-from megahedge.training.checkpointing import Extras, Progress, save_checkpoint
+from megahedge.training.checkpointing import Extras, Progress, keep_if_best, save_checkpoint
 from megahedge.training.engine import StepResult, TrainingEngine
-from megahedge.training.metrics import MetricsLog
+from megahedge.training.metrics import MetricsLog, loss_of_evaluation
 from megahedge.training.optim import learning_rate
 from megahedge.training.run_folder import RunFolder
 from megahedge.training.signals import StopSignal
+from megahedge.training.timing import peak_memory_gib
 from megahedge.utils.errors import RunError
 from megahedge.utils.files import finite_or_none, write_json
 from megahedge.utils.logging import get_logger, log_agreed
@@ -45,6 +48,8 @@ class Job:
     """On rank 0."""
     record: dict
     """What a checkpoint says beside its tensors: model, stage, data."""
+    peak_tflops: float | None = None
+    """What a rank's device can do, 10¹² operations a second; None where that is not known."""
     extras: Extras = dataclasses.field(default_factory=Extras)
     """What a checkpoint holds besides what trains."""
 
@@ -63,27 +68,28 @@ def train(job: Job, progress: Progress) -> Progress:
     measured = None
     with StopSignal() as stop:
         if progress.step == 0 or progress.evaluation_due:
-            measured = _evaluate(job, progress.step)
             progress = dataclasses.replace(progress, evaluation_due=False)
+            measured = _evaluate(job, progress)
             if progress.step == 0 and not math.isfinite(measured.loss):
                 raise RunError(
                     f"the validation loss is {measured.loss} before the first step: the weights that the run starts from hold NaN or "
                     f"infinity, or overflow in --dtype {options.dtype}"
                 )
         all_tokens = total_steps * options.tokens_per_step
+        speed = _Speed(job)
         bar = ProgressBar(all_tokens, "tokens", initial=progress.tokens, description="training", enabled=first_rank)
         while progress.step < last_step:
             step = progress.step + 1
             # dropout and the like draw from a state that is a function of the step, so a restart needs no saved generators
             torch.manual_seed((options.seed << 32) + (step << 12) + dist.get_rank())
             lr = learning_rate(step, total_steps, options)
-            step_started = time.monotonic()
-            result = job.engine.train_step(job.loader.micro_batches(progress.samples), lr, stop_requested=stop.requested)
+            with speed.step():
+                result = job.engine.train_step(job.loader.micro_batches(progress.samples), lr, stop_requested=stop.requested)
             progress = _advance(progress, result, options)
             if not result.applied:
                 _report_skipped(job, progress, result)
             if step % options.log_interval == 0 or step == total_steps:
-                _log_step(job, progress, result, lr, time.monotonic() - step_started)
+                _log_step(job, progress, result, lr, speed.take())
             shown = {"loss": f"{result.loss:.4f}", "lr": f"{lr:.2e}", "grad_norm": f"{result.grad_norm:.3f}"}
             bar.update(options.tokens_per_step, **shown, step=f"{step}/{total_steps}")
             evaluate_now = step % options.eval_interval == 0 or step == total_steps
@@ -96,7 +102,7 @@ def train(job: Job, progress: Progress) -> Progress:
                 log_agreed(logger, logging.WARNING, "asked to stop by a signal: saved at step %d; --resume goes on from there", step)
                 break
             if evaluate_now:
-                measured = _evaluate(job, step)
+                measured = _evaluate(job, progress)
         bar.close()
     logger.info("step %d of %d after %s", progress.step, total_steps, format_seconds(time.monotonic() - started))
     if progress.finished(total_steps):
@@ -109,14 +115,16 @@ def train(job: Job, progress: Progress) -> Progress:
     return progress
 
 
-def _save(job: Job, progress: Progress, needed: bool) -> None:
-    """Write a checkpoint.  Raises RunError if one that the run ends on could not be written."""
+def _save(job: Job, progress: Progress, needed: bool) -> bool:
+    """Write a checkpoint; returns whether it was written.  Raises RunError if one that the run ends on could not be written."""
     root, keep_last = job.run.checkpoints, job.options.keep_last
-    written = save_checkpoint(job.engine, job.student, root, progress, job.record, keep_last, job.extras)
+    with job.engine.timer.host_part("save"):
+        written = save_checkpoint(job.engine, job.student, root, progress, job.record, keep_last, job.extras)
     if written:
         logger.info("checkpoint of step %d written to %s", progress.step, root)
     if needed and not written:
         raise RunError(f"the run ends at step {progress.step} and its checkpoint could not be written; --resume goes on from an older one")
+    return written
 
 
 def _advance(progress: Progress, result: StepResult, options: TrainOptions) -> Progress:
@@ -154,7 +162,35 @@ def _report_skipped(job: Job, progress: Progress, result: StepResult) -> None:
         )
 
 
-def _log_step(job: Job, progress: Progress, result: StepResult, lr: float, seconds: float) -> None:
+class _Speed:
+    """How fast the steps between two lines of the log were, and where their time went; seconds are those of one step."""
+
+    def __init__(self, job: Job):
+        self._job = job
+        self._seconds, self._steps = 0.0, 0
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Within `with`, one step is taken."""
+        started = time.monotonic()
+        yield
+        self._seconds += time.monotonic() - started
+        self._steps += 1
+
+    def take(self) -> dict[str, float]:
+        """The figures for the log; what follows is counted anew."""
+        job, step_seconds = self._job, self._seconds / self._steps
+        tflops = job.engine.operations / step_seconds / 1e12
+        figures = {"tokens_per_second": job.options.tokens_per_step / step_seconds, "tflops": tflops}
+        if job.peak_tflops is not None:
+            figures["mfu"] = tflops / job.peak_tflops
+        figures["peak_memory_gib"] = peak_memory_gib(job.engine.device)
+        figures |= {f"seconds_{part}": seconds / self._steps for part, seconds in job.engine.timer.take().items()}
+        self._seconds, self._steps = 0.0, 0
+        return figures
+
+
+def _log_step(job: Job, progress: Progress, result: StepResult, lr: float, speed: dict[str, float]) -> None:
     if job.metrics is None:
         return
     values = {
@@ -164,19 +200,24 @@ def _log_step(job: Job, progress: Progress, result: StepResult, lr: float, secon
         "grad_norm": result.grad_norm,
         "tokens": progress.tokens,
         "skipped": progress.step - progress.updates,
-        "tokens_per_second": job.options.tokens_per_step / seconds,
+        **speed,
     }
     job.metrics.write("train", progress.step, values)
 
 
-def _evaluate(job: Job, step: int) -> Perplexity:
+def _evaluate(job: Job, progress: Progress) -> Perplexity:
+    step = progress.step
     started = time.monotonic()
-    measured = job.evaluate()
+    with job.engine.timer.host_part("evaluation"):
+        measured = job.evaluate()
     text = "step %d: validation loss %.4f, perplexity %.3f on %d tokens"
     logger.info(text, step, measured.loss, measured.token_perplexity, measured.tokens)
     if job.metrics is not None:
         values = {"loss": measured.loss, "perplexity": measured.token_perplexity, "tokens": measured.tokens}
         job.metrics.write("eval", step, values | {"elapsed_seconds": time.monotonic() - started})
+    if job.options.keep_best and step > 0:
+        losses = functools.partial(loss_of_evaluation, job.run.metrics_file)
+        keep_if_best(job.run.checkpoints, step, losses, job.options.keep_last, lambda: _save(job, progress, needed=False))
     return measured
 
 

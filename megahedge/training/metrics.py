@@ -6,6 +6,7 @@ import os
 import secrets
 from pathlib import Path
 
+from megahedge.training.timing import PARTS
 from megahedge.utils.errors import InputError
 from megahedge.utils.files import atomic_write, finite_or_none
 from megahedge.utils.logging import get_logger
@@ -13,7 +14,7 @@ from megahedge.utils.logging import get_logger
 logger = get_logger(__name__)
 
 # What differs between two runs of the same computation.
-TIMING_KEYS = ("tokens_per_second", "elapsed_seconds")
+TIMING_KEYS = ("tokens_per_second", "elapsed_seconds", "tflops", "mfu", "peak_memory_gib", *(f"seconds_{part}" for part in PARTS))
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -30,6 +31,11 @@ def read_metrics(path: Path) -> list[dict]:
 def has_evaluation(path: Path, step: int) -> bool:
     """Whether the file holds the evaluation of that step."""
     return any((line["kind"], line["step"]) == ("eval", step) for line in read_metrics(path))
+
+
+def loss_of_evaluation(path: Path, step: int) -> float | None:
+    """The validation loss that the file holds of that step; None where it holds none, or it was not finite."""
+    return next((line.get("loss") for line in read_metrics(path) if (line["kind"], line["step"]) == ("eval", step)), None)
 
 
 def _parse_line(line: str) -> dict | None:

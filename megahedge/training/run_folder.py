@@ -24,8 +24,8 @@ from megahedge.utils.versions import code_version, package_versions
 # Where data, tokenizer, model config, teacher and first weights lie may change too: what they are is compared by content.
 MAY_CHANGE = {
     "output_dir", "ds_config", "micro_batch_size", "tp_size", "activation_checkpointing", "log_interval", "eval_interval", "save_interval",
-    "keep_last", "resume", "dry_run", "print_trainable", "stop_after", "wandb_project", "run_name", "eval_tokens", "export_dtype",
-    "data_path", "val_data_path", "tokenizer", "model_config", "init_from", "teacher", "teacher_revision",
+    "keep_last", "resume", "dry_run", "print_trainable", "stop_after", "wandb_project", "run_name", "peak_tflops", "keep_best",
+    "eval_tokens", "export_dtype", "data_path", "val_data_path", "tokenizer", "model_config", "init_from", "teacher", "teacher_revision",
 }  # fmt: skip
 
 
@@ -66,7 +66,8 @@ class RunFolder:
         changed = [name for name in now if name in before and name not in MAY_CHANGE and before[name] != now[name]]
         if changed:
             pairs = ", ".join(f"--{name} {before[name]} (now {now[name]})" for name in changed)
-            raise InputError(f"--resume of {self.path}: the run was started with {pairs}; use these again, or a new --output_dir")
+            why = "; the learning rate's schedule and the order of samples are made for these" if "train_tokens" in changed else ""
+            raise InputError(f"--resume of {self.path}: the run was started with {pairs}{why}; use these again, or a new --output_dir")
 
     @contextlib.contextmanager
     def locked(self):

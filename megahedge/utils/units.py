@@ -37,6 +37,14 @@ def format_count(count: int | float) -> str:
     return f"{count:g}"
 
 
+def format_bytes(count: int) -> str:
+    """`format_bytes(3 << 29)` is `1.5 GiB`."""
+    for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count} bytes"
+
+
 def format_seconds(seconds: float) -> str:
     """`1d 02:03:04`, without the days where there are none."""
     days, rest = divmod(int(seconds), 86400)

@@ -120,7 +120,6 @@ def made(inputs) -> Worlds:
     """`made(name)` is the folder of a run.  In a world tensor parallelism comes last, as DeepSpeed keeps an mpu while a process lives."""
     references = [_run(inputs, f"{stage}-reference") for stage in STAGES]
     teacher = _run(inputs, "0-reference", called=TEACHER, train_tokens=2 * STEPS * SEQ_LEN * GLOBAL_BATCH_SIZE)
-    matrix = [_run(inputs, name) for name in sorted(MATRIX, key=lambda name: name.split("-")[1])]
     moving = [_moving(inputs, number) for number in range(len(MOVES))]
     copies = [_copies(inputs, number) for number in range(len(COPIES))]
     worlds = [
@@ -129,7 +128,7 @@ def made(inputs) -> Worlds:
         (2, moving[1]),
         (4, [*moving[2], *copies[1], *moving[3], *copies[2]]),
         (1, [*moving[4], *copies[3]]),
-        (4, matrix),
+        *((4, [_run(inputs, name) for name in MATRIX if f"-tp{tp_size}-" in name]) for tp_size in TP_SIZES),
     ]
     return Worlds(inputs, worlds, _make)
 

@@ -106,6 +106,11 @@ def _fast_one(inputs: Path) -> list[Run]:
     runs.append(Run("diverged", {}, stage=PretrainWithoutEnd, expected_error="it has diverged"))
     runs.append(Run("broken-start", {}, stage=PretrainWithoutStart, expected_error="nan before the first step"))
     runs += [*_halves("zero1"), *_halves("zero3"), *_bf16("zero1"), *_bf16("zero3")]
+    best = {"eval_interval": 2, "save_interval": 5, "keep_last": 1, "keep_best": True}
+    runs.append(Run("best", best, best_at=8))
+    runs.append(Run("best-half", best | {"run": "best-halves", "stop_after": 13}, best_at=8))
+    runs.append(Run("best-halves", best | {"resume": True}, best_at=8))
+    runs.append(Run("no-room", {"save_interval": 2, "stop_after": 6}, full_until_save=2))
     for name in ("zero1", "zero3"):
         runs.append(
             Run(f"{name}-unused", {"ds_config": ds_config(name)}, stage=PretrainWithUnusedParameter, expected_error="got no gradient")

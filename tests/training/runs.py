@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -9,6 +10,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import tokenizers
@@ -22,12 +24,13 @@ from megahedge.config.options import PretrainOptions
 from megahedge.data.indexed_dataset import IndexedDatasetWriter
 from megahedge.data.meta import DatasetMeta, SplitMeta, tokenizer_digest, write_meta
 from megahedge.data.tokenizer import load_tokenizer
+from megahedge.evaluation.perplexity import Perplexity
 from megahedge.models import hf_weights
 from megahedge.models.hf_weights import load_config_file
 from megahedge.parallel.sharding import Init, declare_parameter
 from megahedge.stages.base import plan_run, run_stage
 from megahedge.stages.pretrain import Pretrain, pretrain
-from megahedge.training import loop
+from megahedge.training import checkpointing, loop
 from megahedge.training.metrics import TIMING_KEYS, MetricsLog, read_metrics
 
 REPOSITORY = Path(__file__).parents[2]
@@ -148,6 +151,10 @@ class Run:
     poison: "Poison | None" = None
     failing_save: int | None = None
     """Number of the save_file call on rank 0 that finds the disk full."""
+    full_until_save: int | None = None
+    """The disk has no room on rank 0 before that save, counted from 0."""
+    best_at: int | None = None
+    """The validation loss is said to be its lowest at this step."""
     failing_export: bool = False
     """The disk is full in the middle of the export."""
     failing_metrics: int | None = None
@@ -299,6 +306,10 @@ def _spoiled(run: Run) -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         if run.failing_save is not None and first:
             patches.enter_context(_before_call(store, "save_file", run.failing_save, _fill_the_disk))
+        if run.full_until_save is not None and first:
+            patches.enter_context(_no_room(run.full_until_save))
+        if run.best_at is not None:
+            patches.enter_context(mock.patch.object(loop, "_evaluate", functools.partial(_evaluate_as_if, loop._evaluate, run.best_at)))
         if run.failing_export and first:
             patches.enter_context(_before_call(hf_weights, "save_file", 1, _fill_the_disk))
         if run.failing_metrics is not None and first:
@@ -324,6 +335,28 @@ def _before_call(owner, name: str, number: int, action: Callable) -> Iterator[No
         yield
     finally:
         setattr(owner, name, original)
+
+
+def _evaluate_as_if(original: Callable, best_at: int, job, progress) -> Perplexity:
+    """The evaluation of a step, with a loss that is 1 at `best_at` and higher the further away it is."""
+
+    def evaluate() -> Perplexity:
+        tokens = job.evaluate().tokens
+        return Perplexity(nats=tokens * (1.0 + abs(progress.step - best_at)), tokens=tokens)
+
+    return original(dataclasses.replace(job, evaluate=evaluate), progress)
+
+
+@contextlib.contextmanager
+def _no_room(until_save: int) -> Iterator[None]:
+    """Within `with`, saves before that one, counted from 0, find a byte too few on the disk."""
+    original, calls = checkpointing.checkpoint_bytes, itertools.count()
+
+    def larger(student):
+        return original(student) if next(calls) >= until_save else shutil.disk_usage("/").total + 1
+
+    with mock.patch.object(checkpointing, "checkpoint_bytes", larger):
+        yield
 
 
 def _fill_the_disk(tensors, path, **keywords):

@@ -74,6 +74,14 @@ def test_a_full_disk_costs_one_checkpoint_and_not_the_run(made):
     assert len(measured(run, "train")) == 6
 
 
+def test_a_save_without_room_costs_one_checkpoint_and_writes_nothing(made):
+    """There is room only from the third save on, at step 6."""
+    run = made("no-room")
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["latest", "step-00000006"]
+    checkpoint_at(run, 6).verify()
+    assert len(measured(run, "train")) == 6
+
+
 def test_a_run_that_has_diverged_is_no_success_and_exports_nothing(made):
     run = made("diverged")
     assert "validation loss of nan" in made.outcomes["diverged"]

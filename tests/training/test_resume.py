@@ -5,6 +5,8 @@ import json
 import pytest
 import torch
 
+from megahedge.checkpoint.store import open_checkpoint
+from megahedge.export.source import StoredModel
 from megahedge.models.hf_weights import weights_digest
 from megahedge.parallel.initialize import draw
 from megahedge.parallel.sharding import Init
@@ -92,3 +94,15 @@ def test_a_run_goes_on_from_given_weights(made):
 
 def test_validation_follows_its_interval(made):
     assert [line["step"] for line in measured(made("zero1"), "eval")] == [0, 10, 20]
+
+
+@pytest.mark.parametrize("name", ["best", "best-halves"])
+def test_the_checkpoint_with_the_lowest_validation_loss_is_kept(name, made):
+    """It is of a step at which no save was due, and a resumed run knows it."""
+    run = made(name)
+    checkpoints = run / "checkpoints"
+    assert {path.name for path in checkpoints.iterdir()} == {"latest", "best", "step-00000008", f"step-{STEPS:08d}"}
+    opened = open_checkpoint(checkpoints / "best")
+    assert opened.step == opened.record["progress"]["step"] == 8
+    assert_same_end(run, made("best"))
+    assert StoredModel.open(checkpoints / "best").run == run
