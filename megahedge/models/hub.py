@@ -1,5 +1,6 @@
 """Finding a model: a local folder, or a snapshot from the Hugging Face hub."""
 
+import contextlib
 import functools
 import os
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import huggingface_hub
 
 from megahedge.utils.errors import InputError
+from megahedge.utils.files import file_lock
 
 _CONFIG_FILES = ("config.json", "generation_config.json", "*.index.json")
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
@@ -48,12 +50,20 @@ def was_downloaded(name: str) -> bool:
 
 
 def _download(name: str, revision: str | None) -> Path:
-    """Snapshot with safetensors weights, or with .bin weights where the revision has no others."""
+    """Snapshot with safetensors weights, or with .bin weights where the revision has no others.
+
+    The ranks of a node that share a cache come one after the other: the first fetches the files, the others find them.
+    """
+    huggingface_hub.utils.validate_repo_id(name)
+    lock = Path(huggingface_hub.constants.HF_HUB_CACHE) / ".locks" / f"megahedge--{name.replace('/', '--')}"
     others = [*_CONFIG_FILES, *_TOKENIZER_FILES]
     fetch = functools.partial(huggingface_hub.snapshot_download, name, revision=revision)
-    folder = Path(fetch(allow_patterns=[*others, "model*.safetensors"]))
-    if not any(folder.glob("model*.safetensors")):
-        folder = Path(fetch(allow_patterns=[*others, "pytorch_model*.bin"]))
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):  # a cache that only others may write is there to be read
+            held.enter_context(file_lock(lock))
+        folder = Path(fetch(allow_patterns=[*others, "model*.safetensors"]))
+        if not any(folder.glob("model*.safetensors")):
+            folder = Path(fetch(allow_patterns=[*others, "pytorch_model*.bin"]))
     return folder
 
 
@@ -64,5 +74,5 @@ def _not_found(name: str | os.PathLike, revision: str | None, error: Exception) 
     return (
         f"'{name}'{at} is no local folder and could not be had from the Hugging Face hub{offline}: {reason}. "
         "Give a folder with config.json and weights, or a hub name such as EleutherAI/pythia-160m; without a network, "
-        "download it beforehand with `hf download NAME`"
+        "fetch it beforehand with tools/download.py"
     )

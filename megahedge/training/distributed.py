@@ -5,6 +5,7 @@ import datetime
 import logging
 import os
 import socket
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
+from torch.distributed.distributed_c10d import _get_default_store
 
 from megahedge.parallel.topology import Topology
 from megahedge.training.op_builds import prepare_op_builds
@@ -23,6 +25,10 @@ TIMEOUT = datetime.timedelta(hours=1)
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process has terminated")
 """What gloo and NCCL say of a rank that has died."""
+_PLACE, _GONE, _ASKED = "megahedge/place/", "megahedge/gone/", "megahedge/asked/"
+"""Keys of the job's store, a rank's number after them."""
+_SECONDS_TO_LOOK_FOR_LOST = 3.0
+"""Less than a launcher leaves the ranks to end by themselves."""
 SHARED_MEMORY = Path("/dev/shm")
 FOR_USERS = (InputError, RunError)
 DISK_ERRORS = (OSError, SafetensorError)  # safetensors tells of a full disk by an exception of its own
@@ -52,6 +58,7 @@ def init_distributed(tp_size: int) -> Topology:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = "another job has this port" if "EADDRINUSE" in str(error) else str(error).splitlines()[0]
         raise InputError(f"the ranks cannot meet at {address}: {reason}; give the launcher another --master_port") from None
+    _tell_where_i_am()
     if backend == "gloo":
         _unname_shared_buffer()
     return Topology.create(tp_size)
@@ -96,15 +103,58 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
+def _tell_where_i_am() -> None:
+    """Let the other ranks know this process, so that they can say which one has gone."""
+    _get_default_store().set(f"{_PLACE}{dist.get_rank()}", f"{socket.gethostname()} {os.getpid()}")
+
+
+def _lost_ranks() -> list[int]:
+    """Ranks whose process is no more, as those on its machine have seen; empty where nobody has."""
+    store, ranks = _get_default_store(), range(dist.get_world_size())
+    try:
+        for rank in filter(lambda rank: store.check([f"{_PLACE}{rank}"]), ranks):
+            host, process = store.get(f"{_PLACE}{rank}").decode().split()
+            if host == socket.gethostname() and not _is_alive(int(process)):
+                store.set(f"{_GONE}{rank}", "")
+        found = _wait_for(lambda: [rank for rank in ranks if store.check([f"{_GONE}{rank}"])])
+        store.set(f"{_ASKED}{dist.get_rank()}", "")
+        if dist.get_rank() == 0:  # with this process the store goes, so the others ask first
+            _wait_for(lambda: all(rank in found or store.check([f"{_ASKED}{rank}"]) for rank in ranks))
+    except RuntimeError:  # the store has gone, and with it the rank that holds it
+        return [0]
+    return found
+
+
+def _wait_for(condition: Callable[[], object]):
+    """The first true value of the condition, or its last one when the time to look for lost ranks is over."""
+    deadline = time.monotonic() + _SECONDS_TO_LOOK_FOR_LOST
+    while not (value := condition()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return value
+
+
+def _is_alive(process: int) -> bool:
+    """Whether there is a process of that number, other than one that is dead and whose parent has not looked yet."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 @contextlib.contextmanager
 def tell_of_lost_ranks() -> Iterator[None]:
-    """Within `with`, what a collective raises when another rank has died becomes a RunError that says so."""
+    """Within `with`, what a collective raises when another rank has died becomes a RunError that names it where it can."""
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, RunError) or not any(words in str(error) for words in LOST):
             raise
-        raise RunError("another rank of the job has gone; its own output says why; --resume goes on from the last checkpoint") from error
+        lost = _lost_ranks()
+        who = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))} of the job" if lost else "another rank of the job"
+        raise RunError(
+            f"{who} {'have' if len(lost) > 1 else 'has'} gone; its own output says why, unless it was killed; "
+            "--resume goes on from the last checkpoint"
+        ) from error
 
 
 def on_first_rank(action: Callable[[], object], doing: str):

@@ -1,6 +1,8 @@
 """Hugging Face folders of every age load; what we write loads in transformers; bad folders end in one clear line."""
 
+import concurrent.futures
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -308,7 +310,7 @@ def test_pickled_objects_are_refused_without_torchs_advice_to_run_them(folder):
 
 
 @pytest.mark.parametrize(("published", "weights"), [("safetensors", "model*.safetensors"), ("bin", "pytorch_model*.bin")])
-def test_hub_snapshot_takes_one_kind_of_weights(folder, published, weights, monkeypatch):
+def test_hub_snapshot_takes_one_kind_of_weights(folder, published, weights, tmp_path, monkeypatch):
     """A stand-in for the hub's client: .bin files are fetched only where the revision has no safetensors."""
     if published == "bin":
         replace_by_bin(folder, {"a": torch.ones(1)})
@@ -319,8 +321,33 @@ def test_hub_snapshot_takes_one_kind_of_weights(folder, published, weights, monk
         return str(folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     assert resolve_pretrained("EleutherAI/pythia-14m", revision="step1000") == folder
     assert asked[-1] == ("EleutherAI/pythia-14m", "step1000", weights)
+
+
+def test_the_ranks_of_a_node_fetch_a_model_one_after_the_other(folder, tmp_path, monkeypatch):
+    under_way, most = [], []
+
+    def snapshot_download(name, revision, allow_patterns):
+        under_way.append(name)
+        time.sleep(0.1)
+        most.append(len(under_way))
+        under_way.remove(name)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    with concurrent.futures.ThreadPoolExecutor(4) as ranks:  # a lock is that of an open file, so that threads do as processes
+        found = list(ranks.map(resolve_pretrained, 4 * ["EleutherAI/pythia-14m"]))
+    assert found == 4 * [folder] and most == [1, 1, 1, 1]
+
+
+def test_a_cache_that_may_only_be_read_is_read(folder, tmp_path, monkeypatch):
+    (tmp_path / "cache").write_text("no folder, so that no lock can be made in it")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **options: str(folder))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert resolve_pretrained("EleutherAI/pythia-14m") == folder
 
 
 @pytest.mark.parametrize(

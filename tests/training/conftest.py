@@ -24,6 +24,8 @@ from tests.worlds import Worlds
 
 ZERO = ("zero0", "zero1", "zero2", "zero3")
 OFFLOAD = ("zero2_offload", "zero3_offload")
+PEAK_TFLOPS = 0.5
+"""Said of a device that nobody knows."""
 FEW_STEPS = 4
 """Fewer than the bad steps in a row that end a run."""
 SKIPPED = (3, 4)
@@ -99,6 +101,7 @@ def _released(inputs: Path, cut: str, fast: bool) -> list[Run]:
 def _fast_one(inputs: Path) -> list[Run]:
     runs = [Run(name, {"ds_config": ds_config(name)}) for name in ZERO]
     runs += [Run(name, {"ds_config": ds_config(name), "stop_after": 10}) for name in OFFLOAD]
+    runs.append(Run("timed", {"log_interval": 4, "peak_tflops": PEAK_TFLOPS}))
     runs.append(Run("recomputing", {"stop_after": 10, "activation_checkpointing": True}))
     runs.append(Run("tied", {"stop_after": 10, "model_config": str(inputs / "tied.json")}))
     runs.append(Run("trained-on", {"init_from": str(inputs / "zero1" / "hf"), "model_config": None, "stop_after": 2}))

@@ -1,15 +1,19 @@
 """Kills and signals, sent to real processes: whatever the moment, --resume ends as if nothing had happened."""
 
+import os
 import random
 import signal
+import subprocess
+import sys
 import time
 
+import psutil
 import pytest
 
 from megahedge.checkpoint.store import complete_checkpoints
 from megahedge.training.metrics import read_metrics
-from tests.training.processes import start
-from tests.training.runs import assert_same_end
+from tests.training.processes import SCRIPT, start
+from tests.training.runs import GLOBAL_BATCH_SIZE, REPOSITORY, SEQ_LEN, assert_same_end, command_line
 
 
 def _finish(options, folder):
@@ -84,3 +88,36 @@ def test_a_signal_makes_the_run_save_and_end_well(number, options, tmp_path, mad
     assert not (run / "summary.json").exists()
     _finish(options(save_interval=1000), tmp_path)
     assert_same_end(run, made("zero1"))
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_others_who_name_it(options, tmp_path):
+    """Under the deepspeed launcher, whose own last line names another one; two minutes are what a job may go on costing."""
+    words = command_line(options(save_interval=1000, train_tokens=100_000 * SEQ_LEN * GLOBAL_BATCH_SIZE))
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port", "29541"]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "output").open("w") as output:
+        job = subprocess.Popen([*launcher, str(SCRIPT), *words], env=environment, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            deadline = time.monotonic() + 240
+            while len(read_metrics(tmp_path / "run" / "metrics.jsonl")) < 5:
+                assert job.poll() is None and time.monotonic() < deadline, (tmp_path / "output").read_text()
+                time.sleep(0.2)
+            (process,) = _ranks_of(job.pid, "--local_rank=1")
+            process.kill()
+            assert job.wait(120) != 0
+        finally:
+            for left in _ranks_of(job.pid, "--local_rank="):
+                left.kill()
+            job.kill()
+    assert "[rank 0] error: rank 1 of the job has gone" in (tmp_path / "output").read_text()
+
+
+def _ranks_of(launcher: int, word: str) -> list[psutil.Process]:
+    """Processes that a launcher has started, with a word of their command line that begins like that."""
+    try:
+        children = psutil.Process(launcher).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    ranks = [child for child in children if any(each.endswith("pretrain_teacher.py") for each in child.cmdline())]
+    return [rank for rank in ranks if any(each.startswith(word) for each in rank.cmdline())]

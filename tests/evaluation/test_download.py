@@ -1,0 +1,60 @@
+"""tools/download.py: what it fetches lies where the other commands look, and bad input is one line."""
+
+import datasets
+import pytest
+
+from megahedge.data.documents import iterate_texts
+from megahedge.evaluation import download as downloading
+from megahedge.evaluation.download import DownloadOptions, download
+from megahedge.utils.errors import InputError
+from tests.evaluation.small import byte_tokenizer, write_run
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A stand-in for the hub: a model and a data set, under the names that were asked for."""
+    asked = []
+    write_run(tmp_path / "run", digest=None)
+    teacher = (tmp_path / "run" / "hf").rename(tmp_path / "snapshot")
+    byte_tokenizer().save_pretrained(teacher)
+    rows = datasets.Dataset.from_dict({"text": ["one", "two"]})
+    monkeypatch.setattr(downloading, "resolve_pretrained", lambda name, revision: asked.append((name, revision)) or teacher)
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: asked.append((name, split)) or rows)
+    return asked
+
+
+def test_models_are_checked_and_text_becomes_an_input_of_preprocess(hub, tmp_path):
+    folder = tmp_path / "data" / "raw"
+    download(DownloadOptions(teacher=("someone/teacher",), teacher_revision="step1", text="someone/text", text_dir=str(folder)))
+    assert hub == [("someone/teacher", "step1"), ("someone/text", "train")]
+    assert list(iterate_texts([str(folder)])) == ["one", "two"]
+
+
+def test_a_model_that_is_none_is_told_at_once(hub, tmp_path):
+    (tmp_path / "snapshot" / "config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"config\.json"):
+        download(DownloadOptions(teacher=("someone/teacher",)))
+
+
+def test_text_that_cannot_be_had_leaves_no_folder(hub, tmp_path, monkeypatch):
+    def fail(name, split):
+        raise ConnectionError("no network\nand more")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(InputError, match=r"^--text=someone/text cannot be had: no network$"):
+        download(DownloadOptions(text="someone/text", text_dir=str(tmp_path / "raw")))
+    assert not (tmp_path / "raw").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "nothing to fetch"),
+        ({"text": "a/b"}, "they go together"),
+        ({"teacher": ("a", "b"), "teacher_revision": "main"}, "goes with one --teacher; here are 2"),
+        ({"text": "a/b", "text_dir": "/dev/null/x"}, "--text_dir=/dev/null/x cannot be written"),
+    ],
+)
+def test_options_that_say_nothing_to_do_are_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        DownloadOptions(**options)
