@@ -26,6 +26,8 @@ ZERO = ("zero0", "zero1", "zero2", "zero3")
 OFFLOAD = ("zero2_offload", "zero3_offload")
 PEAK_TFLOPS = 0.5
 """Said of a device that nobody knows."""
+LONG_STEPS = 80
+"""More than a run takes between thirty kills."""
 FEW_STEPS = 4
 """Fewer than the bad steps in a row that end a run."""
 SKIPPED = (3, 4)
@@ -151,6 +153,7 @@ def _fast_two(inputs: Path) -> list[Run]:
 
 def _slow_two(inputs: Path) -> list[Run]:
     runs = [*_poisoned("zero0"), *_poisoned("zero2"), *_odd(inputs, "zero0"), *_odd(inputs, "zero1"), *_odd(inputs, "zero2")]
+    runs.append(Run("long-dp2", {"train_tokens": LONG_STEPS * SEQ_LEN * GLOBAL_BATCH_SIZE}))
     runs += _released(inputs, "dp2", fast=False)
     for name in ("zero0", "zero2", "zero3"):
         run = _tp2(name)

@@ -3,16 +3,19 @@
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
 from megahedge.checkpoint.store import complete_checkpoints
 from megahedge.training.metrics import read_metrics
-from tests.training.processes import SCRIPT, start
+from tests.training.conftest import LONG_STEPS
+from tests.training.processes import SCRIPT, Command, start
 from tests.training.runs import GLOBAL_BATCH_SIZE, REPOSITORY, SEQ_LEN, assert_same_end, command_line
 
 
@@ -52,25 +55,40 @@ def test_a_kill_at_the_worst_moment_costs_no_checkpoint(point, passing, options,
     assert [path.name for path in (tmp_path / "run").rglob(".*")] == [".lock"]
 
 
+KILLS, KILLS_INSIDE_A_SAVE = 30, 10
+
+
 @pytest.mark.slow
-def test_ten_kills_at_random_moments_end_as_the_unbroken_run(options, tmp_path, made):
-    """The run saves at every step, and slowly, so that about half of the kills fall into a save."""
+def test_thirty_kills_at_random_moments_end_as_the_unbroken_run(options, tmp_path, made):
+    """Of two processes one or both are killed; the other ends by itself, and the next start goes on.  Saves take their time."""
     generator = random.Random(3)
     run = tmp_path / "run"
-    kills = inside_a_save = 0
-    while kills < 10:
-        command = start(options(save_interval=1, keep_last=2, resume=True), tmp_path, slow_saves=0.1)
+    changes = {"train_tokens": LONG_STEPS * SEQ_LEN * GLOBAL_BATCH_SIZE, "save_interval": 1, "keep_last": 2, "resume": True}
+    for kill in range(KILLS):
+        ranks = _start_two(options(**changes), tmp_path, slow_saves=0.3 if kill < KILLS_INSIDE_A_SAVE else 0.05)
         known = len(read_metrics(run / "metrics.jsonl"))
-        command.wait_until(lambda known=known: len(read_metrics(run / "metrics.jsonl")) != known)
-        time.sleep(generator.uniform(0.0, 0.5))
-        assert command.running, "the run ended before ten kills; make it slower"
-        inside_a_save += any((run / "checkpoints").glob(".unfinished-step-*"))
-        command.signal(signal.SIGKILL)
-        command.finish()
-        kills += 1
-    assert inside_a_save >= 2
-    _finish(options(save_interval=1, keep_last=2), tmp_path)
-    assert_same_end(run, made("zero1"))
+        ranks[0].wait_until(lambda known=known: len(read_metrics(run / "metrics.jsonl")) != known)
+        if kill < KILLS_INSIDE_A_SAVE:
+            ranks[0].wait_until(lambda: any((run / "checkpoints").glob(".unfinished-step-*")))
+        time.sleep(generator.uniform(0.0, 0.2))
+        assert ranks[0].running, "the run ended before all kills; make it slower"
+        for rank in generator.choice([[0], [1], [0, 1]]):
+            ranks[rank].signal(signal.SIGKILL)
+        assert all(rank.finish()[0] in (1, -signal.SIGKILL) for rank in ranks)
+    for rank in _start_two(options(**changes), tmp_path):
+        status, stderr = rank.finish()
+        assert status == 0, stderr
+    assert_same_end(run, made("long-dp2"), LONG_STEPS)
+
+
+def _start_two(options: dict, folder: Path, **changes) -> list[Command]:
+    """Both ranks of a job of two processes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    places = [job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    return [start(options, folder / f"rank{rank}", environment=place, **changes) for rank, place in enumerate(places)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

@@ -1,4 +1,4 @@
-"""tp_size × ZeRO × stage × recomputation on four processes: one computation, whatever a run is cut into, and whatever it moves to."""
+"""tp_size × ZeRO × offload × stage × recomputation on four processes: one computation, however it is cut, and wherever it moves to."""
 
 import contextlib
 import dataclasses
@@ -28,9 +28,10 @@ TP_SIZES = (1, 2, 4)
 ZERO = ("zero0", "zero1", "zero2", "zero3")
 KEPT, RECOMPUTED = "kept", "recomputed"
 """Activations."""
+CUTS = (*itertools.product(ZERO, (KEPT, RECOMPUTED)), ("zero2_offload", KEPT), ("zero3_offload", RECOMPUTED))
 TEACHER = "teacher-0-reference"
 STARTS = {"0": {"model_config": "heads.json"}, "1": {"teacher": f"{TEACHER}/hf"}, "2": {"init_from": "1-reference"}}
-MATRIX = [f"{stage}-tp{tp}-{zero}-{kept}" for stage, tp, zero, kept in itertools.product(STAGES, TP_SIZES, ZERO, (KEPT, RECOMPUTED))]
+MATRIX = [f"{stage}-tp{tp_size}-{zero}-{kept}" for stage, tp_size, (zero, kept) in itertools.product(STAGES, TP_SIZES, CUTS)]
 
 
 def _run(inputs: Path, name: str, called: str | None = None, **changes) -> StageRun:
@@ -41,8 +42,7 @@ def _run(inputs: Path, name: str, called: str | None = None, **changes) -> Stage
     own |= STARTS[stage]
     if cut != ["reference"]:
         tp, zero, kept = cut
-        # by default ZeRO-3 keeps parameters as small as ours whole on every rank
-        own["ds_config"] = str(inputs / "zero3_released.json") if zero == "zero3" else ds_config(zero)
+        own["ds_config"] = str(inputs / f"{zero}.json") if zero.startswith("zero3") else ds_config(zero)
         own |= {"tp_size": int(tp.removeprefix("tp")), "activation_checkpointing": kept == RECOMPUTED}
     return StageRun(called or name, int(stage), "tuned" if stage != "0" else None, own | changes)
 
@@ -50,7 +50,7 @@ def _run(inputs: Path, name: str, called: str | None = None, **changes) -> Stage
 MOVES = (
     (1, {"ds_config": ds_config("zero2"), "micro_batch_size": 4, "stop_after": 3}),
     (2, {"ds_config": ds_config("zero1"), "micro_batch_size": 2, "stop_after": 5}),
-    (4, {"ds_config": "zero3_released.json", "micro_batch_size": 1, "tp_size": 2, "stop_after": 6}),
+    (4, {"ds_config": "zero3.json", "micro_batch_size": 1, "tp_size": 2, "stop_after": 6}),
     (4, {"ds_config": ds_config("zero1"), "micro_batch_size": 4, "tp_size": 4, "stop_after": 8}),
     (1, {"ds_config": ds_config("zero3"), "micro_batch_size": 2}),
 )
@@ -112,6 +112,10 @@ def inputs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("matrix")
     make_stage_inputs(folder)
     (folder / "heads.json").write_text(json.dumps(MODEL | {"num_attention_heads": 4, "initializer_range": 0.2}))
+    for name in ("zero3", "zero3_offload"):  # by default ZeRO-3 keeps parameters as small as ours whole on every rank
+        config = json.loads(Path(ds_config(name)).read_text())
+        config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0}
+        (folder / f"{name}.json").write_text(json.dumps(config))
     return folder
 
 
