@@ -1,6 +1,6 @@
 """Where the time of training goes, and what it buys: seconds by part, operations of a step, peak memory.
 
-Nothing here waits for a GPU: its parts are bounded by events, which are read once the step has been waited for anyhow.
+Nothing here waits for a GPU: its parts are bounded by events, which are read when they are past.
 """
 
 import contextlib
@@ -61,11 +61,15 @@ class StepTimer:
             yield
 
     def take(self) -> dict[str, float]:
-        """Seconds by part, those of parts that there were; counts begin anew.  The last step must have been waited for."""
+        """Seconds by part, those of parts that there were; counts begin anew.  What a GPU is still at comes with the next call."""
+        pending = []
         for name, start, end in self._events:
-            self._seconds[name] += start.elapsed_time(end) / 1e3
+            if end.query():
+                self._seconds[name] += start.elapsed_time(end) / 1e3
+            else:
+                pending.append((name, start, end))
         taken = {name: self._seconds[name] for name in PARTS if name in self._seconds}
-        self._events, self._seconds = [], defaultdict(float)
+        self._events, self._seconds = pending, defaultdict(float)
         return taken
 
 
