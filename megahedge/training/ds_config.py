@@ -5,6 +5,7 @@ import json
 from megahedge.config.options import BatchPlan, TrainOptions
 from megahedge.training.distributed import quiet_deepspeed
 from megahedge.utils.errors import InputError
+from megahedge.utils.words import either
 
 # What our options own: path in DeepSpeed's configuration -> the option to use instead.
 OWNED = {
@@ -27,6 +28,12 @@ ALLOWED = {
     "gradient_predivide_factor", "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger",
     "flops_profiler",
 }  # fmt: skip
+# Of the section zero_optimization: partitions that our checkpoints cannot reach, and sums that are no longer those of another topology.
+NOT_SUPPORTED = {
+    "mics_shard_size": -1, "zero_hpz_partition_size": 1, "zero_quantized_weights": False, "zero_quantized_nontrainable_weights": False,
+    "zero_quantized_gradients": False,
+}  # fmt: skip
+OFFLOAD_STAGES = {"offload_optimizer": (1, 2, 3), "offload_param": (3,)}
 COMMUNICATION_DTYPES = ("fp32", "fp16", "bf16")
 
 
@@ -105,11 +112,16 @@ def _refuse_unsupported(config: dict, path: str) -> None:
     if communication is not None and communication not in COMMUNICATION_DTYPES:
         named = json.dumps(communication)
         raise InputError(f"{path}: communication_data_type={named} is not known; use {', '.join(COMMUNICATION_DTYPES)} or leave it out")
-    if zero.get("mics_shard_size", -1) != -1:
-        raise InputError(f"{path}: mics_shard_size={json.dumps(zero['mics_shard_size'])} is not supported; remove it")
-    for key in ("offload_optimizer", "offload_param"):
-        if isinstance(zero.get(key), dict) and zero[key].get("device") == "nvme":
+    for key, default in NOT_SUPPORTED.items():
+        if zero.get(key, default) != default:
+            raise InputError(f"{path}: {key}={json.dumps(zero[key])} is not supported; remove it")
+    for key, stages in OFFLOAD_STAGES.items():
+        device = zero[key].get("device", "none") if isinstance(zero.get(key), dict) else "none"
+        if device == "nvme":
             raise InputError(f"{path}: {key} to nvme is not supported; use device cpu, or no offload")
+        if device != "none" and zero_stage(config) not in stages:
+            reason = f"DeepSpeed ignores it at stage {zero_stage(config)}; use stage {either(stages)}, or remove it"
+            raise InputError(f"{path}: {key} to {device} does nothing: {reason}")
     _check_zero_section(zero, path)
 
 

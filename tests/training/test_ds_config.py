@@ -97,6 +97,9 @@ UNSUPPORTED = [
     ({"mics_shard_size": "auto"}, 'mics_shard_size="auto"'),
     ({"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}, "offload_optimizer to nvme"),
     ({"offload_param": {"device": "nvme"}}, "offload_param to nvme"),
+    ({"zero_hpz_partition_size": 2}, "zero_hpz_partition_size=2"),
+    ({"zero_quantized_weights": True}, "zero_quantized_weights=true"),
+    ({"zero_quantized_gradients": True}, "zero_quantized_gradients=true"),
 ]
 
 
@@ -156,3 +159,13 @@ def test_what_deepspeed_would_refuse_or_ignore_is_refused_at_the_plan(config, sa
 
 def test_a_feature_that_is_switched_off_is_no_reason_to_refuse():
     merge({"tensorboard": {"enabled": False}, "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}})
+
+
+@pytest.mark.parametrize(
+    ("stage", "key", "nearest"), [(0, "offload_optimizer", "1, 2 or 3"), (0, "offload_param", "3"), (1, "offload_param", "3")]
+)
+def test_offload_that_deepspeed_would_ignore_is_refused_with_the_stages_that_have_it(stage, key, nearest):
+    with pytest.raises(InputError, match=f"{key} to cpu does nothing: .* stage {stage}; use stage {nearest}, or remove it"):
+        merge({"zero_optimization": {"stage": stage, key: {"device": "cpu"}}})
+    merge({"zero_optimization": {"stage": stage, key: {"device": "none"}}})
+    merge({"zero_optimization": {"stage": 3, key: {"device": "cpu"}}})
