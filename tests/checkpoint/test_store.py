@@ -8,7 +8,10 @@ from megahedge.checkpoint import store
 from megahedge.checkpoint.store import (
     MANIFEST,
     CheckpointWriter,
+    best_checkpoint,
     complete_checkpoints,
+    forget_best_after,
+    mark_best,
     newest_sound,
     open_checkpoint,
     remove_unfinished,
@@ -180,6 +183,32 @@ def test_rotation_never_removes_the_checkpoint_just_written(root):
         _truncate(root / f"step-{step:08d}")
     rotate(root, 1, step=1)
     assert newest_sound(root).step == 1
+
+
+def test_rotation_keeps_the_best(root):
+    mark_best(root, 1)
+    rotate(root, 1, step=3)
+    assert [path.name for path in complete_checkpoints(root)] == ["step-00000003", "step-00000001"]
+    assert best_checkpoint(root).name == (root / "best").resolve().name == "step-00000001"
+    mark_best(root, 3)
+    rotate(root, 1, step=3)
+    assert [path.name for path in complete_checkpoints(root)] == ["step-00000003"]
+
+
+def test_a_run_that_goes_back_behind_its_best_checkpoint_has_none(root):
+    mark_best(root, 2)
+    forget_best_after(root, 2)
+    assert best_checkpoint(root).name == "step-00000002"
+    forget_best_after(root, 1)
+    assert best_checkpoint(root) is None and not (root / "best").is_symlink()
+
+
+@pytest.mark.parametrize("target", ["step-00000009", "../elsewhere", "latest"])
+def test_a_best_checkpoint_that_is_none_is_not_believed(root, target):
+    (root / "best").symlink_to(target)
+    assert best_checkpoint(root) is None
+    rotate(root, 1, step=3)
+    assert [path.name for path in complete_checkpoints(root)] == ["step-00000003"]
 
 
 def test_large_groups_are_split_into_files(tmp_path, monkeypatch):
