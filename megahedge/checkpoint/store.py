@@ -247,11 +247,6 @@ def forget_best_after(root: Path, step: int) -> None:
         (root / "best").unlink()
 
 
-def has_checkpoint(root: Path, step: int) -> bool:
-    """Whether there is a complete checkpoint of that step."""
-    return (root / _folder_name(step)).is_dir()
-
-
 def open_checkpoint(path: str | Path, groups: Iterable[str] | None = None) -> Checkpoint:
     """A checkpoint from its own folder, or the newest sound one of a run folder or of a folder of checkpoints.
 

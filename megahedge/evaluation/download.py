@@ -10,7 +10,7 @@ from megahedge.evaluation.tasks import expand_names
 from megahedge.models.hf_weights import PretrainedWeights, load_config
 from megahedge.models.hub import resolve_pretrained
 from megahedge.utils.errors import InputError
-from megahedge.utils.files import check_output, disk_errors_explained, fresh_folder
+from megahedge.utils.files import check_output_folder, disk_errors_explained, fresh_folder
 from megahedge.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -39,7 +39,8 @@ class DownloadOptions:
         if (self.text is None) != (self.text_dir is None):
             raise InputError(f"--text={self.text} with --text_dir={self.text_dir}; they go together")
         if self.text_dir is not None:
-            check_output("text_dir", self.text_dir, Path(self.text_dir) / "dataset_info.json", overwrite=False)
+            check_output_folder("text_dir", self.text_dir)
+            _is_there(Path(self.text_dir))
 
 
 def download(options: DownloadOptions) -> None:
@@ -63,14 +64,26 @@ def download(options: DownloadOptions) -> None:
     logger.info("the hub's cache is %s; on nodes without a network set HF_HUB_OFFLINE=1", huggingface_hub.constants.HF_HOME)
 
 
+def _is_there(folder: Path) -> bool:
+    """Whether the folder holds text from an earlier start.  Raises InputError where it holds anything else."""
+    there = (folder / "dataset_info.json").is_file()
+    if not there and folder.is_dir() and any(folder.iterdir()):
+        raise InputError(f"--text_dir={folder} holds other files; name a new folder")
+    return there
+
+
 def _fetch_text(name: str, folder: Path) -> None:
     import datasets
 
+    if _is_there(folder):
+        logger.info("%s holds text already; remove it to fetch %s again", folder, name)
+        return
     try:
         rows = datasets.load_dataset(name, split="train")
     except Exception as error:  # not found, no network, a script that this version of datasets does not run
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(f"--text={name} cannot be had: {reason}") from None
+    _is_there(folder)  # it may have been filled meanwhile, and would be replaced
     with disk_errors_explained(folder), fresh_folder(folder) as unfinished:
         rows.save_to_disk(unfinished)
     logger.info("%s: %d documents in %s", name, len(rows), folder)

@@ -229,8 +229,9 @@ def _check_room(plan: Plan, stage: Stage) -> None:
     coming = options.keep_last + options.keep_best + 1 - len(complete_checkpoints(plan.run.checkpoints))
     free = shutil.disk_usage(plan.run.path).free
     if free < coming * size:
-        text = "a checkpoint takes %s, and --keep_last=%d needs room for %d more; %s has %s free: make room, or saves will fail"
-        logger.warning(text, format_bytes(size), options.keep_last, coming, plan.run.path, format_bytes(free))
+        kept = f"--keep_last={options.keep_last}{' with --keep_best' if options.keep_best else ''}"
+        text = "a checkpoint takes %s, and %s needs room for %d more; %s has %s free: make room, or saves will fail"
+        logger.warning(text, format_bytes(size), kept, coming, plan.run.path, format_bytes(free))
 
 
 def _peak_tflops(options: TrainOptions, device: torch.device) -> float | None:

@@ -6,6 +6,7 @@ The files say nothing of ranks, ZeRO or TP, so any topology reads what any other
 import dataclasses
 import functools
 import logging
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,6 @@ from megahedge.checkpoint.store import (
     best_checkpoint,
     complete_checkpoints,
     forget_best_after,
-    has_checkpoint,
     mark_best,
     newest_sound,
     remove_unfinished,
@@ -100,27 +100,31 @@ def checkpoint_bytes(student: nn.Module) -> int:
     return sum(4 * full_numel(parameter) * (3 if parameter.requires_grad else 1) for parameter in student.parameters())
 
 
-def keep_if_best(root: Path, step: int, loss_at: Callable[[int], float | None], keep_last: int, save: Callable[[], bool]) -> None:
-    """Keep the checkpoint of this step where its validation loss is the lowest so far; `save` writes it where there is none yet.
+class BestCheckpoint:
+    """Keeps the checkpoint with the lowest validation loss of a run.  Made and called on all ranks; rank 0 decides and writes."""
 
-    Collective.  loss_at: the validation loss at a step, asked on rank 0; None where it is not known.
-    """
+    def __init__(self, root: Path, keep_last: int, loss_at: Callable[[int], float | None]):
+        """loss_at: the validation loss of a step of earlier starts, asked on rank 0; None where it is not known."""
+        self._root, self._keep_last = root, keep_last
+        best = best_checkpoint(root) if dist.get_rank() == 0 else None
+        self._loss = loss_at(step_of(best)) if best is not None else None
 
-    def look() -> tuple[bool, bool]:
-        best, loss = best_checkpoint(root), loss_at(step)
-        lowest = loss_at(step_of(best)) if best is not None else None
-        return loss is not None and (lowest is None or loss < lowest), has_checkpoint(root, step)
+    def consider(self, step: int, loss: float, is_written: bool, save: Callable[[], bool]) -> None:
+        """Keep the checkpoint of this step if its loss is the lowest so far; `save` writes it where it is not written yet."""
+        is_best = on_first_rank(lambda: math.isfinite(loss) and (self._loss is None or loss < self._loss), "comparing losses")
+        if is_best and (is_written or save()):
+            on_first_rank(lambda: self._keep(step, loss), f"keeping the best checkpoint in {self._root}")
 
-    is_best, written = on_first_rank(look, f"looking for the best checkpoint in {root}")
-    if not is_best or not (written or save()):
-        return
-
-    def keep() -> None:
-        mark_best(root, step)
-        rotate(root, keep_last, step)
-
-    on_first_rank(keep, f"keeping the best checkpoint in {root}")
-    logger.info("step %d has the lowest validation loss so far: its checkpoint is kept", step)
+    def _keep(self, step: int, loss: float) -> None:
+        """What the disk refuses is told and costs the link, not the run."""
+        try:
+            mark_best(self._root, step)
+            self._loss = loss
+            rotate(self._root, self._keep_last, step)
+        except OSError as error:
+            logger.error("%s/best could not be made to name step %d, or an older one not be removed: %s", self._root, step, error)
+            return
+        logger.info("step %d has the lowest validation loss so far: its checkpoint is kept", step)
 
 
 class _Nothing:

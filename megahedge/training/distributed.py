@@ -57,7 +57,7 @@ def init_distributed(tp_size: int) -> Topology:
     except dist.DistNetworkError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = "another job has this port" if "EADDRINUSE" in str(error) else str(error).splitlines()[0]
-        raise InputError(f"the ranks cannot meet at {address}: {reason}; give the launcher another --master_port") from None
+        raise RunError(f"the ranks cannot meet at {address}: {reason}; give the launcher another --master_port") from None
     _tell_where_i_am()
     if backend == "gloo":
         _unname_shared_buffer()
@@ -105,23 +105,31 @@ def _free_port() -> int:
 
 def _tell_where_i_am() -> None:
     """Let the other ranks know this process, so that they can say which one has gone."""
-    _get_default_store().set(f"{_PLACE}{dist.get_rank()}", f"{socket.gethostname()} {os.getpid()}")
+    _get_default_store().set(f"{_PLACE}{dist.get_rank()}", f"{_machine()} {os.getpid()}")
 
 
-def _lost_ranks() -> list[int]:
-    """Ranks whose process is no more, as those on its machine have seen; empty where nobody has."""
+def _machine() -> str:
+    """Where process numbers mean the same: the start of this machine's kernel, and the container within; empty where nothing tells."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + "/" + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _lost_ranks() -> list[int] | None:
+    """Ranks whose process is no more, as those on its machine have seen; empty where nobody has, None where nobody can be asked."""
     store, ranks = _get_default_store(), range(dist.get_world_size())
     try:
         for rank in filter(lambda rank: store.check([f"{_PLACE}{rank}"]), ranks):
-            host, process = store.get(f"{_PLACE}{rank}").decode().split()
-            if host == socket.gethostname() and not _is_alive(int(process)):
+            machine, process = store.get(f"{_PLACE}{rank}").decode().rsplit(" ", 1)
+            if machine and machine == _machine() and not _is_alive(int(process)):
                 store.set(f"{_GONE}{rank}", "")
         found = _wait_for(lambda: [rank for rank in ranks if store.check([f"{_GONE}{rank}"])])
         store.set(f"{_ASKED}{dist.get_rank()}", "")
         if dist.get_rank() == 0:  # with this process the store goes, so the others ask first
             _wait_for(lambda: all(rank in found or store.check([f"{_ASKED}{rank}"]) for rank in ranks))
     except RuntimeError:  # the store has gone, and with it the rank that holds it
-        return [0]
+        return None
     return found
 
 
@@ -149,12 +157,18 @@ def tell_of_lost_ranks() -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, RunError) or not any(words in str(error) for words in LOST):
             raise
-        lost = _lost_ranks()
-        who = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))} of the job" if lost else "another rank of the job"
         raise RunError(
-            f"{who} {'have' if len(lost) > 1 else 'has'} gone; its own output says why, unless it was killed; "
+            f"{_tell_who(_lost_ranks())} gone; the output of what has gone says why, unless it was killed; "
             "--resume goes on from the last checkpoint"
         ) from error
+
+
+def _tell_who(lost: list[int] | None) -> str:
+    if lost is None:
+        return "rank 0 of the job, by which the ranks find each other, has"  # perhaps because another one had, and it had waited enough
+    if not lost:
+        return "another rank of the job has"
+    return f"rank {lost[0]} of the job has" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))} of the job have"
 
 
 def on_first_rank(action: Callable[[], object], doing: str):

@@ -28,11 +28,19 @@ ALLOWED = {
     "gradient_predivide_factor", "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger",
     "flops_profiler",
 }  # fmt: skip
-# Of the section zero_optimization: partitions that our checkpoints cannot reach, and sums that are no longer those of another topology.
+# Of the section zero_optimization, by key: what it is where it is off, and what to use.  Partitions that our checkpoints cannot reach, sums
+# that are no longer those of another topology, updates at other steps than ours, and old names that DeepSpeed reads past our checks.
 NOT_SUPPORTED = {
-    "mics_shard_size": -1, "zero_hpz_partition_size": 1, "zero_quantized_weights": False, "zero_quantized_nontrainable_weights": False,
-    "zero_quantized_gradients": False,
-}  # fmt: skip
+    "mics_shard_size": (-1, "stage 3 over all ranks"),
+    "zero_hpz_partition_size": (1, "stage 3 over all ranks"),
+    "zero_quantized_weights": (False, "communication_data_type"),
+    "zero_quantized_nontrainable_weights": (False, "communication_data_type"),
+    "zero_quantized_gradients": (False, "communication_data_type"),
+    "zenflow": (None, "offload_optimizer"),
+    "cpu_offload": (None, "offload_optimizer"),
+    "cpu_offload_param": (None, "offload_param"),
+    "cpu_offload_use_pin_memory": (None, "pin_memory of offload_optimizer"),
+}
 OFFLOAD_STAGES = {"offload_optimizer": (1, 2, 3), "offload_param": (3,)}
 COMMUNICATION_DTYPES = ("fp32", "fp16", "bf16")
 
@@ -112,9 +120,9 @@ def _refuse_unsupported(config: dict, path: str) -> None:
     if communication is not None and communication not in COMMUNICATION_DTYPES:
         named = json.dumps(communication)
         raise InputError(f"{path}: communication_data_type={named} is not known; use {', '.join(COMMUNICATION_DTYPES)} or leave it out")
-    for key, default in NOT_SUPPORTED.items():
-        if zero.get(key, default) != default:
-            raise InputError(f"{path}: {key}={json.dumps(zero[key])} is not supported; remove it")
+    for key, (off, instead) in NOT_SUPPORTED.items():
+        if zero.get(key, off) != off:
+            raise InputError(f"{path}: {key}={json.dumps(zero[key])} is not supported; remove it, and use {instead}")
     for key, stages in OFFLOAD_STAGES.items():
         device = zero[key].get("device", "none") if isinstance(zero.get(key), dict) else "none"
         if device == "nvme":

@@ -71,7 +71,7 @@ class TrainingEngine:
         self.device = self.deepspeed.device
         self.timer = StepTimer(self.device)
         self.operations: int | None = None
-        """Of this rank's matrix products in a step, recomputation included; counted in the first one."""
+        """Of this rank's matrix products in a step, without recomputation; counted in the first one."""
         for name, value in starting_values.items():
             self._write(name, value.to(self.device))
 

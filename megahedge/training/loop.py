@@ -14,13 +14,13 @@ import torch.distributed as dist
 from megahedge.config.options import TrainOptions
 from megahedge.data.loader import BatchLoader
 from megahedge.evaluation.perplexity import Perplexity
-from megahedge.training.checkpointing import Extras, Progress, keep_if_best, save_checkpoint
+from megahedge.training.checkpointing import BestCheckpoint, Extras, Progress, save_checkpoint
 from megahedge.training.engine import StepResult, TrainingEngine
 from megahedge.training.metrics import MetricsLog, loss_of_evaluation
 from megahedge.training.optim import learning_rate
 from megahedge.training.run_folder import RunFolder
 from megahedge.training.signals import StopSignal
-from megahedge.training.timing import peak_memory_gib
+from megahedge.training.timing import STEP_PARTS, peak_memory_gib
 from megahedge.utils.errors import RunError
 from megahedge.utils.files import finite_or_none, write_json
 from megahedge.utils.logging import get_logger, log_agreed
@@ -66,10 +66,15 @@ def train(job: Job, progress: Progress) -> Progress:
     started = time.monotonic()
     last_step = min(total_steps, options.stop_after or total_steps)
     measured = None
+    best = None
+    if options.keep_best:
+        best = BestCheckpoint(job.run.checkpoints, options.keep_last, functools.partial(loss_of_evaluation, job.run.metrics_file))
     with StopSignal() as stop:
         if progress.step == 0 or progress.evaluation_due:
             progress = dataclasses.replace(progress, evaluation_due=False)
             measured = _evaluate(job, progress)
+            if best is not None and progress.step > 0:
+                best.consider(progress.step, measured.loss, is_written=True, save=lambda: True)  # it is where the run has resumed
             if progress.step == 0 and not math.isfinite(measured.loss):
                 raise RunError(
                     f"the validation loss is {measured.loss} before the first step: the weights that the run starts from hold NaN or "
@@ -94,15 +99,18 @@ def train(job: Job, progress: Progress) -> Progress:
             bar.update(options.tokens_per_step, **shown, step=f"{step}/{total_steps}")
             evaluate_now = step % options.eval_interval == 0 or step == total_steps
             # the checkpoint before the evaluation, which may take long: a kill, or whoever asks to stop, then costs the evaluation alone
+            is_written = False
             if result.stop_requested or step % options.save_interval == 0 or step == last_step:
                 saved = dataclasses.replace(progress, evaluation_due=evaluate_now)
-                _save(job, saved, needed=result.stop_requested or step == last_step)
+                is_written = _save(job, saved, needed=result.stop_requested or step == last_step)
             if result.stop_requested:
                 progress = saved
                 log_agreed(logger, logging.WARNING, "asked to stop by a signal: saved at step %d; --resume goes on from there", step)
                 break
             if evaluate_now:
                 measured = _evaluate(job, progress)
+                if best is not None:
+                    best.consider(step, measured.loss, is_written, save=functools.partial(_save, job, progress, needed=False))
         bar.close()
     logger.info("step %d of %d after %s", progress.step, total_steps, format_seconds(time.monotonic() - started))
     if progress.finished(total_steps):
@@ -163,7 +171,10 @@ def _report_skipped(job: Job, progress: Progress, result: StepResult) -> None:
 
 
 class _Speed:
-    """How fast the steps between two lines of the log were, and where their time went; seconds are those of one step."""
+    """How fast the steps between two lines of the log were, and where their time went.
+
+    Seconds are those of one step, but for saves and evaluations: all of them since the last line.
+    """
 
     def __init__(self, job: Job):
         self._job = job
@@ -185,7 +196,8 @@ class _Speed:
         if job.peak_tflops is not None:
             figures["mfu"] = tflops / job.peak_tflops
         figures["peak_memory_gib"] = peak_memory_gib(job.engine.device)
-        figures |= {f"seconds_{part}": seconds / self._steps for part, seconds in job.engine.timer.take().items()}
+        for part, seconds in job.engine.timer.take().items():
+            figures[f"seconds_{part}"] = seconds / self._steps if part in STEP_PARTS else seconds
         self._seconds, self._steps = 0.0, 0
         return figures
 
@@ -215,9 +227,6 @@ def _evaluate(job: Job, progress: Progress) -> Perplexity:
     if job.metrics is not None:
         values = {"loss": measured.loss, "perplexity": measured.token_perplexity, "tokens": measured.tokens}
         job.metrics.write("eval", step, values | {"elapsed_seconds": time.monotonic() - started})
-    if job.options.keep_best and step > 0:
-        losses = functools.partial(loss_of_evaluation, job.run.metrics_file)
-        keep_if_best(job.run.checkpoints, step, losses, job.options.keep_last, lambda: _save(job, progress, needed=False))
     return measured
 
 

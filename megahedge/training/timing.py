@@ -8,16 +8,23 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
-from torch._C._distributed_c10d import Work
+from torch._C._distributed_c10d import ProcessGroup, Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-PARTS = ("data", "forward", "backward", "optimizer", "communication", "save", "evaluation")
+STEP_PARTS = ("data", "forward", "backward", "optimizer", "communication")
 """Communication is what a rank waits for in collectives; it lies within the other parts."""
+PARTS = (*STEP_PARTS, "save", "evaluation")
+_COLLECTIVES = (
+    "allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "allgather_into_tensor_coalesced", "reduce_scatter",
+    "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "broadcast", "reduce", "alltoall", "alltoall_base",
+)  # fmt: skip
+"""Methods of torch's process groups.  Gloo works behind a handle that is waited for; NCCL puts what is not asked to be asynchronous on the
+current stream and gives no handle."""
 
 
 class StepTimer:
@@ -50,15 +57,18 @@ class StepTimer:
 
     @contextlib.contextmanager
     def watching_collectives(self) -> Iterator[None]:
-        """Within `with`, what is waited for in collectives, DeepSpeed's and ours, counts as communication."""
-        wait = Work.wait
-
-        def timed(work, *arguments, **keywords):
-            with self.part("communication"):
-                return wait(work, *arguments, **keywords)
-
-        with mock.patch.object(Work, "wait", timed):
+        """Within `with`, collectives, DeepSpeed's and ours, count as communication: their calls, and the waits for their handles."""
+        with contextlib.ExitStack() as patches:
+            for owner, name in ((Work, "wait"), *((ProcessGroup, name) for name in _COLLECTIVES)):
+                patches.enter_context(mock.patch.object(owner, name, self._timed(getattr(owner, name))))
             yield
+
+    def _timed(self, function: Callable) -> Callable:
+        def timed(*arguments, **keywords):
+            with self.part("communication"):
+                return function(*arguments, **keywords)
+
+        return timed
 
     def take(self) -> dict[str, float]:
         """Seconds by part, those of parts that there were; counts begin anew.  What a GPU is still at comes with the next call."""
@@ -99,7 +109,10 @@ def product_operations(function, arguments, keywords, result) -> int:
 
 
 class OperationCounter(TorchDispatchMode):
-    """Counts the operations of matrix products within `with`."""
+    """Counts the operations of matrix products within `with`, but for those of activations that are computed again for a backward.
+
+    What torch does not dispatch (numba's scans) is not seen.
+    """
 
     def __init__(self):
         super().__init__()
@@ -108,7 +121,9 @@ class OperationCounter(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
-        self.operations += product_operations(function, args, kwargs, result)
+        recomputed = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()  # a graph is made within a backward
+        if not recomputed:
+            self.operations += product_operations(function, args, kwargs, result)
         return result
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -193,6 +194,7 @@ def field_docs(dataclass_type) -> dict[str, str]:
     return docs
 
 
+REFUSED_FILE = "MEGAHEDGE_REFUSED_FILE"
 INTERRUPTED, READER_GONE = 130, 141
 """Exit statuses that a shell gives a command that SIGINT or SIGPIPE has ended: 128 + the signal's number."""
 
@@ -209,7 +211,10 @@ def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
             sys.stdout.flush()  # Python does when it ends, where its errors cannot be caught
     except (InputError, RunError) as error:
         _tell(str(error))
-        sys.exit(2 if isinstance(error, InputError) else 1)
+        if isinstance(error, InputError):
+            _note_refusal()
+            sys.exit(2)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
@@ -222,6 +227,13 @@ def run_main(main: Callable[[], int | None]) -> typing.NoReturn:
             raise
         _tell(f"cannot read or write {error.filename or 'a file'}: {error.strerror}")
         sys.exit(1)
+
+
+def _note_refusal() -> None:
+    """Leave an empty file where the environment asks for it: what starts many ranks learns the status of some of them alone."""
+    if file := os.environ.get(REFUSED_FILE):
+        with contextlib.suppress(OSError):
+            open(file, "a").close()
 
 
 def _tell(error: str) -> None:

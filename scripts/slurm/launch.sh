@@ -4,21 +4,26 @@
 #
 # Slurm sends USR1 some minutes before the time limit (--signal): every rank then saves at the same step and ends with status 0, and the job
 # puts itself back into the queue.  So it does after a failure, as a node may have been at fault, unless it has failed at this step
-# before.  It resumes whatever its folder holds.
+# before: FOLDER.failed says where.  It resumes whatever its folder holds.
 source scripts/slurm/site.sh
 
+stopped=no # whether Slurm has asked for an end
+trap 'stopped=yes' USR1
+
 launch() {
-    local script=$1 folder address port stopped=no status=0 step
+    local script=$1 folder address port status=0 step
     shift
     folder=$(output_dir "$@")
     address=${MASTER_ADDR:-$(first_node)}
     port=${MASTER_PORT:-$(free_port)}
+    mkdir -p "$(dirname "$folder")"
+    rm -f "$folder.refused"
 
     # A rank that is not yet training ignores USR1, which would end it without a save; so the signal is repeated until the step ends.
     # --cpus-per-task is said again because srun, from Slurm 22.05 on, does not take it from the job.
-    trap 'stopped=yes' USR1
     # shellcheck disable=SC2016 # the inner shell is to expand them
     MASTER_ADDR=$address MASTER_PORT=$port OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}} \
+        MEGAHEDGE_REFUSED_FILE=$folder.refused \
         srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "${srun_options[@]}" bash -c \
         'trap "" USR1; RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID exec python "$@"' \
         task "$script" --resume "$@" &
@@ -30,12 +35,17 @@ launch() {
     done
     wait "$step" || status=$?
     if [ "$status" -eq 0 ]; then
-        rm -f "$(failures "$folder")"
-        if [ $stopped = yes ] || preempted; then requeue "saved before the end of the run"; fi
+        rm -f "$folder.failed"
+        if [ ! -f "$folder/summary.json" ]; then requeue_if_asked; fi
     elif may_try_again "$folder" "$status"; then
         requeue "failed with status $status"
     fi
     return "$status"
+}
+
+# What there is to do for a job that has been asked to end, between two runs or where one has saved.
+requeue_if_asked() {
+    if [ $stopped = yes ] || preempted; then requeue "saved before the end of the run"; fi
 }
 
 # Where the ranks meet: the first node of the allocation, on which this file runs as well.
@@ -69,24 +79,20 @@ preempted() {
     [[ $(scontrol show job --oneliner "$(job_name)") == *" PreemptTime="[0-9]* ]]
 }
 
-# Whether a failure deserves another start: not where options are wrong (status 2), the run has ended (diverged), somebody has cancelled
-# the job, or this job has failed at the same step before.
+# Whether a failure deserves another start: not where a rank has refused its options or inputs (status 2, and a file, as srun tells the
+# status of those that it ended), the run has ended (diverged), somebody has cancelled the job, or it has failed at this step before.
 may_try_again() {
     local folder=$1 status=$2 step before
-    if [ "$status" -eq 2 ] || [ -f "$folder/summary.json" ]; then return 1; fi
+    if [ "$status" -eq 2 ] || [ -f "$folder.refused" ] || [ -f "$folder/summary.json" ]; then return 1; fi
     [[ $(scontrol show job --oneliner "$(job_name)") == *" JobState=RUNNING "* ]] || return 1
+    if preempted; then return 0; fi # before it could save
     step=$(last_step "$folder")
-    before=$(cat "$(failures "$folder")" 2>/dev/null || true)
+    before=$(cat "$folder.failed" 2>/dev/null || true)
     if [ "$before" = "$(job_name) $step" ]; then
         echo "failed after step $step for the second time; staying out of the queue" >&2
         return 1
     fi
-    echo "$(job_name) $step" >"$(failures "$folder")"
-}
-
-# Job and step of the last failure, beside the run's folder.
-failures() {
-    echo "${1%/}.failed"
+    echo "$(job_name) $step" >"$folder.failed"
 }
 
 # The last step that a run has logged, 0 where there is none.
@@ -98,15 +104,20 @@ last_step() {
     echo "$step"
 }
 
-# The folder that the options name last.
+# The folder that the options name last; one within a --config file is not seen here.
 output_dir() {
     local folder=
     while [ $# -gt 0 ]; do
         case $1 in
             --output_dir=*) folder=${1#*=} ;;
-            --output_dir) folder=${2:-$folder} ;;
+            --output_dir) folder=${2:-} ;;
+            --config | --config=*) folder= ;;
         esac
         shift
     done
-    echo "$folder"
+    if [ -z "$folder" ]; then
+        echo "the options of a job must name its --output_dir, after --config where there is one" >&2
+        exit 2
+    fi
+    echo "${folder%/}"
 }

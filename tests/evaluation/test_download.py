@@ -1,11 +1,15 @@
 """tools/download.py: what it fetches lies where the other commands look, and bad input is one line."""
 
+import contextlib
+from types import SimpleNamespace
+
 import datasets
 import pytest
 
 from megahedge.data.documents import iterate_texts
 from megahedge.evaluation import download as downloading
 from megahedge.evaluation.download import DownloadOptions, download
+from megahedge.evaluation.tasks import PAPER_METRICS
 from megahedge.utils.errors import InputError
 from tests.evaluation.small import byte_tokenizer, write_run
 
@@ -28,6 +32,39 @@ def test_models_are_checked_and_text_becomes_an_input_of_preprocess(hub, tmp_pat
     download(DownloadOptions(teacher=("someone/teacher",), teacher_revision="step1", text="someone/text", text_dir=str(folder)))
     assert hub == [("someone/teacher", "step1"), ("someone/text", "train")]
     assert list(iterate_texts([str(folder)])) == ["one", "two"]
+
+
+def test_text_that_is_there_is_not_fetched_again(hub, tmp_path):
+    options = DownloadOptions(text="someone/text", text_dir=str(tmp_path / "raw"))
+    download(options)
+    download(options)
+    assert hub == [("someone/text", "train")]
+
+
+def test_rows_of_tasks_are_read_once_so_that_they_lie_in_the_cache(monkeypatch):
+    task_data = pytest.importorskip("megahedge.evaluation.lm_eval.data", reason="lm-eval, the extra `eval`, is not installed")
+    asked = []
+
+    def find_tasks(names):
+        asked.extend(names)
+        tasks = {name: SimpleNamespace(eval_docs=[1, 2]) for name in names}
+        return SimpleNamespace(load=lambda: contextlib.nullcontext(SimpleNamespace(tasks=tasks)))
+
+    monkeypatch.setattr(task_data, "find_tasks", find_tasks)
+    download(DownloadOptions(tasks=("paper", "piqa", "another")))
+    assert asked == [*PAPER_METRICS, "another"]
+
+
+def test_a_folder_with_other_files_is_left_alone(hub, tmp_path):
+    folder = tmp_path / "raw"
+    options = DownloadOptions(text="someone/text", text_dir=str(folder))
+    folder.mkdir()
+    (folder / "data_train.bin").write_text("precious")
+    with pytest.raises(InputError, match="raw holds other files; name a new folder"):
+        DownloadOptions(text="someone/text", text_dir=str(folder))
+    with pytest.raises(InputError, match="raw holds other files"):
+        download(options)
+    assert [path.name for path in folder.iterdir()] == ["data_train.bin"]
 
 
 def test_a_model_that_is_none_is_told_at_once(hub, tmp_path):

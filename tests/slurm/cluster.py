@@ -84,10 +84,12 @@ class Cluster:
 
     def stop(self) -> None:
         """Cancel all jobs and stop the daemons."""
-        self("scancel", "--user=root", "--signal=KILL", "--full", check=False)
-        for file in (*self.folder.glob("slurmd_*.pid"), self.folder / "ctld.pid", self._munge / "pid"):
-            if file.is_file():
-                subprocess.run(["kill", file.read_text().strip()], check=False)
+        try:
+            self("scancel", "--user=root", "--signal=KILL", "--full", check=False)
+        finally:
+            for file in (*self.folder.glob("slurmd_*.pid"), self.folder / "ctld.pid", self._munge / "pid"):
+                if file.is_file():
+                    subprocess.run(["kill", file.read_text().strip()], check=False)
 
     def __call__(self, *words: str, check: bool = True, cwd: Path | None = None, **environment: str) -> str:
         """Output of a Slurm command."""

@@ -52,13 +52,17 @@ if "--until_asked" in sys.argv:
     signal.signal(signal.SIGUSR1, lambda number, frame: asked.append(number))
     while not asked:
         time.sleep(0.05)
+if "REFUSE" in os.environ:
+    pathlib.Path(os.environ["MEGAHEDGE_REFUSED_FILE"]).touch()
+if "EARLY" in os.environ:
+    sys.exit(int(os.environ["STATUS"]))
 folder = pathlib.Path(sys.argv[len(sys.argv) - sys.argv[::-1].index("--output_dir")])
 if os.environ["RANK"] == "0":
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "metrics.jsonl", "a") as metrics:
         print(json.dumps({"kind": "train", "step": int(os.environ.get("REACHES", 7)), "loss": 1.0}), file=metrics)
     if "END" in os.environ:
-        (folder / "summary.json").write_text("{}")
+        (folder / "summary.json").write_text(json.dumps({"validation_loss": json.loads(os.environ["END"])}, indent=2))
 sys.exit(int(os.environ.get("STATUS", 0)))
 """
 
@@ -138,13 +142,44 @@ def test_a_failed_job_goes_back_into_the_queue_until_it_has_failed_at_one_step_t
 
 @pytest.mark.parametrize(
     ("status", "environment"),
-    [("2", {}), ("1", {"END": "yes"}), ("143", {"JOB_STATE": "CANCELLED"}), ("143", {"JOB_STATE": "COMPLETING"})],
+    [("2", {}), ("1", {"END": "null"}), ("143", {"JOB_STATE": "CANCELLED"}), ("143", {"JOB_STATE": "COMPLETING"})],
     ids=["wrong options", "diverged", "cancelled", "being cancelled"],
 )
 def test_what_no_other_start_can_mend_stays_out_of_the_queue(status, environment, repository):
     job = _start(repository, STATUS=status, PREEMPT_TIME="2026-01-01T00:00:01", **environment)
     assert job.wait(30) == int(status)
     assert _requeued(repository) == []
+
+
+def test_a_refusal_is_known_though_srun_tells_the_status_of_the_ranks_that_it_ended(repository):
+    assert _start(repository, STATUS="143", REFUSE="yes").wait(30) == 143
+    assert _requeued(repository) == []
+    assert _start(repository, STATUS="143").wait(30) == 0  # what is fixed since does not count against the next start
+    assert _requeued(repository) == [str(JOB)]
+
+
+def test_a_rank_that_fails_before_it_makes_its_folder_is_started_again(repository):
+    assert _start(repository, "--output_dir", "runs/deep/mine", STATUS="1", EARLY="yes").wait(30) == 0
+    assert _start(repository, "--output_dir", "runs/deep/mine", STATUS="1", EARLY="yes").wait(30) == 1
+    assert _requeued(repository) == [str(JOB)]
+
+
+def test_a_job_that_is_preempted_while_it_starts_always_comes_back(repository):
+    for _ in range(3):
+        assert _start(repository, STATUS="143", EARLY="yes", PREEMPT_TIME="2026-01-01T00:00:01").wait(30) == 0
+    assert _requeued(repository) == 3 * [str(JOB)]
+
+
+def test_a_run_that_has_ended_does_not_go_back_into_the_queue(repository):
+    assert _start(repository, END="3.5", PREEMPT_TIME="2026-01-01T00:00:01").wait(30) == 0
+    assert _requeued(repository) == []
+
+
+@pytest.mark.parametrize("words", [("--config", "my.yaml"), ("--output_dir", "runs/x", "--config=my.yaml")])
+def test_a_folder_that_only_a_file_of_options_may_name_is_asked_for(words, repository):
+    assert _start(repository, *words).wait(30) == 2
+    assert not list(repository.glob("rank-*.json"))
+    assert _start(repository, *words, "--output_dir", "runs/mine").wait(30) == 0
 
 
 def test_jobs_that_share_a_node_meet_at_ports_of_their_own(repository):
@@ -158,7 +193,7 @@ def _start_both(repository: Path, *options: str, **environment: str) -> int:
 
 
 def test_two_stages_get_their_options_and_the_second_starts_from_the_first(repository):
-    assert _start_both(repository, "runs/mine/", "--seed", "3", "--stage2", "--lr", "1", "--stage1", "--lr", "a b", END="yes") == 0
+    assert _start_both(repository, "runs/mine/", "--seed", "3", "--stage2", "--lr", "1", "--stage1", "--lr", "a b", END="3.5") == 0
     for stage, own in (("stage1", ["--lr", "a b"]), ("stage2", ["--lr", "1", "--init_from", "runs/mine/stage1"])):
         options = json.loads((repository / f"{stage}-1.json").read_text())["arguments"]
         assert options == ["--resume", *DS_CONFIG, "--seed", "3", *own, "--output_dir", f"runs/mine/{stage}"]
@@ -168,11 +203,22 @@ def test_two_stages_resume_where_they_were(repository):
     """The first is not started again once it has ended, and the second not before."""
     assert _start_both(repository, "runs/mine", STATUS="1") == 0
     assert _requeued(repository) == [str(JOB)] and not (repository / "stage2-0.json").exists()
-    assert _start_both(repository, "runs/mine", END="yes") == 0
+    assert _start_both(repository, "runs/mine", END="3.5") == 0
     assert (repository / "stage2-0.json").exists()
     (repository / "stage1-0.json").unlink()
     assert _start_both(repository, "runs/mine") == 0
     assert not (repository / "stage1-0.json").exists()
+
+
+def test_a_stop_between_the_stages_requeues_the_job(repository):
+    assert _start_both(repository, "runs/mine", END="3.5", PREEMPT_TIME="2026-01-01T00:00:01") == 0
+    assert _requeued(repository) == [str(JOB)] and not (repository / "stage2-0.json").exists()
+
+
+def test_a_second_stage_does_not_start_from_a_first_that_has_diverged(repository):
+    for _ in range(2):
+        assert _start_both(repository, "runs/mine", END="null", STATUS="1") == 1
+    assert _requeued(repository) == [] and not (repository / "stage2-0.json").exists()
 
 
 def test_two_stages_need_a_folder(repository):

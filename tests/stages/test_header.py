@@ -1,13 +1,18 @@
 """What a run says of itself before it starts: every learning rate, and whose parameters are whose."""
 
 import logging
+import shutil
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 from megahedge.config.options import Stage2Options
 from megahedge.parallel.topology import TensorParallel
 from megahedge.stages import base
 from megahedge.stages.stage2 import Stage2
+from megahedge.training.checkpointing import checkpoint_bytes
+from megahedge.training.run_folder import RunFolder
 from tests.models.small import small_config
 
 
@@ -36,3 +41,22 @@ def test_parameters_of_the_teacher_are_not_counted_as_frozen_ones_of_the_student
     teacher = sum(parameter.numel() for parameter in stage.teacher.parameters()) - frozen
     assert counts[0.7][:2] == counts[0.0] and f"frozen ({frozen})" in counts[0.0][1]
     assert len(counts[0.0]) == 2 and f"of the teacher ({teacher})" in counts[0.7][2]
+
+
+@pytest.mark.parametrize(
+    ("keep_best", "there", "free", "warned"), [(False, 0, 3, None), (False, 0, 2, 3), (True, 0, 3, 4), (True, 2, 2, None)]
+)
+def test_a_disk_without_room_for_the_checkpoints_to_come_is_warned_of(keep_best, there, free, warned, tmp_path, monkeypatch, caplog):
+    """Two are kept, and one more is written before an old one goes; `free` counts checkpoints."""
+    stage, options = stage2(keep_best=keep_best)
+    run = RunFolder(tmp_path / "run")
+    for step in range(there):
+        (run.checkpoints / f"step-{step:08d}").mkdir(parents=True)
+    run.path.mkdir(exist_ok=True)
+    size = checkpoint_bytes(stage.student)
+    trained, frozen = (sum(p.numel() for p in stage.student.parameters() if p.requires_grad == wanted) for wanted in (True, False))
+    assert size == 12 * trained + 4 * frozen
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free * size))
+    base._check_room(SimpleNamespace(options=options, run=run), stage)
+    said = f"--keep_last=2{' with --keep_best' if keep_best else ''} needs room for {warned} more"
+    assert [said in message for message in caplog.messages] == ([True] if warned else [])

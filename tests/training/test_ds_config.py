@@ -99,7 +99,10 @@ UNSUPPORTED = [
     ({"offload_param": {"device": "nvme"}}, "offload_param to nvme"),
     ({"zero_hpz_partition_size": 2}, "zero_hpz_partition_size=2"),
     ({"zero_quantized_weights": True}, "zero_quantized_weights=true"),
-    ({"zero_quantized_gradients": True}, "zero_quantized_gradients=true"),
+    ({"zero_quantized_gradients": True}, "zero_quantized_gradients=true is not supported; remove it, and use communication_data_type"),
+    ({"zenflow": {"topk_ratio": 0.1}}, "zenflow="),
+    ({"cpu_offload": True}, "cpu_offload=true is not supported; remove it, and use offload_optimizer"),
+    ({"cpu_offload_param": True}, "cpu_offload_param=true"),
 ]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from megahedge.config.options import DataOptions
 from megahedge.data.preprocess import PreprocessConfig
-from megahedge.utils.cli import Count, field_docs, parse_options, positional, run_main
+from megahedge.utils.cli import REFUSED_FILE, Count, field_docs, parse_options, positional, run_main
 from megahedge.utils.errors import InputError, RunError
 
 
@@ -260,3 +260,14 @@ def test_fields_may_be_given_by_their_place(capsys):
     with pytest.raises(SystemExit):
         parse_places("--help")
     assert "SOURCE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("error", "status", "noted"), [(InputError("wrong"), 2, True), (RunError("bad luck"), 1, False)])
+def test_a_refusal_leaves_a_file_where_the_environment_asks_for_it(error, status, noted, tmp_path, monkeypatch):
+    def main():
+        raise error
+
+    monkeypatch.setenv(REFUSED_FILE, str(tmp_path / "refused"))
+    with pytest.raises(SystemExit) as end:
+        run_main(main)
+    assert (end.value.code, (tmp_path / "refused").is_file()) == (status, noted)

@@ -23,7 +23,7 @@ from megahedge.utils.files import (
     sha256_file,
     write_json,
 )
-from megahedge.utils.units import format_count, format_seconds, parse_count
+from megahedge.utils.units import format_bytes, format_count, format_seconds, parse_count
 
 
 def test_an_atomic_write_is_whole_or_absent(tmp_path):
@@ -181,3 +181,8 @@ def test_apply_umask_gives_the_permissions_of_an_ordinary_file(tmp_path):
     private.touch(mode=0o600)
     apply_umask(private)
     assert private.stat().st_mode == ordinary.stat().st_mode
+
+
+def test_bytes_are_written_in_the_largest_unit_that_they_fill():
+    sizes = {0: "0 bytes", 1023: "1023 bytes", 1024: "1.0 KiB", 3 << 29: "1.5 GiB", 5 << 40: "5.0 TiB"}
+    assert {size: format_bytes(size) for size in sizes} == sizes
