@@ -1,6 +1,8 @@
 """Joining a job, and failures of rank 0 that reach every rank instead of leaving the others waiting."""
 
 import os
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from megahedge.checkpoint.store import CheckpointWriter
+from megahedge.training import distributed
 from megahedge.training.checkpointing import find_checkpoint
 from megahedge.training.distributed import LAUNCHER_VARIABLES, SHARED_MEMORY, init_distributed, on_first_rank
 from megahedge.utils.errors import InputError, RunError
@@ -149,3 +152,49 @@ def _buffers_and_sum() -> tuple[list[str], float]:
 def test_a_rank_that_is_killed_leaves_no_shared_memory():
     """The buffers have no names once all ranks have opened them, and work as before."""
     assert run_distributed(_buffers_and_sum, 2) == [([], 3.0)] * 2
+
+
+def _lost_in_turn() -> list:
+    """What the ranks say has gone: nobody, rank 1 by a process that has ended, by one whose parent has not looked, on another machine."""
+    store = dist.distributed_c10d._get_default_store()
+    ended, unburied = (subprocess.Popen(["true"]) for _ in range(2))
+    ended.wait()
+    while Path(f"/proc/{unburied.pid}/stat").read_text().split()[2] != "Z":
+        time.sleep(0.01)
+    found = []
+    for place in (
+        None,
+        f"{distributed._machine()} {ended.pid}",
+        f"{distributed._machine()} {unburied.pid}",
+        f"elsewhere/pid:[1] {ended.pid}",
+    ):
+        distributed._tell_where_i_am()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for key in (f"{distributed._GONE}1", *(f"{distributed._ASKED}{rank}" for rank in range(2))):
+                store.delete_key(key)
+            if place is not None:
+                store.set(f"{distributed._PLACE}1", place)
+        dist.barrier()
+        found.append(distributed._lost_ranks())
+        dist.barrier()
+    unburied.wait()
+    return found
+
+
+def test_ranks_whose_process_has_gone_are_named_and_no_others():
+    assert run_distributed(_lost_in_turn, 2) == 2 * [[[], [1], [1], []]]
+
+
+def test_what_a_collective_says_of_a_lost_rank_becomes_one_line(monkeypatch):
+    for lost, said in (
+        ([5], "rank 5 of the job has gone"),
+        ([2, 5], "ranks 2, 5 of the job have"),
+        ([], "another rank"),
+        (None, "rank 0 of the job"),
+    ):
+        monkeypatch.setattr(distributed, "_lost_ranks", lambda lost=lost: lost)
+        with pytest.raises(RunError, match=f"^{said}"), distributed.tell_of_lost_ranks():
+            raise RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:15123")
+    with pytest.raises(RuntimeError, match=r"^out of memory$"), distributed.tell_of_lost_ranks():
+        raise RuntimeError("out of memory")
