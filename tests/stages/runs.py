@@ -44,11 +44,12 @@ class StageRun:
     """Options other than those of the recipe at the tests' sizes; folders are named from the inputs' folder on."""
     resumes: str | None = None
     """Go on from a copy of that run as a crash after the checkpoint of step `resumes_at` would have left it."""
-    resumes_at: int = HALF
     prepare: Callable[[Path], None] | None = None
     """Changes files below the inputs' folder before the run."""
     mutant: str | None = None
     """One of MUTANTS, alive during the run."""
+    resumes_at: int = HALF
+    """See `resumes`."""
 
 
 @dataclasses.dataclass(frozen=True)
