@@ -16,6 +16,7 @@ from megahedge.models.norms import LayerNorm
 from megahedge.parallel.head_loss import Distillation, Losses, head_losses
 from megahedge.parallel.layers import VocabParallelEmbedding, VocabParallelHead
 from megahedge.parallel.topology import TensorParallel
+from megahedge.utils.recomputation import recomputation_contexts
 
 SINGLE = TensorParallel()
 
@@ -68,5 +69,5 @@ class LanguageModel(nn.Module):
     def recompute(self, function: Callable, *arguments):
         """function(*arguments), its activations recomputed in the backward where the model was asked for that."""
         if self.activation_checkpointing and torch.is_grad_enabled():
-            return checkpoint(function, *arguments, use_reentrant=False)
+            return checkpoint(function, *arguments, use_reentrant=False, context_fn=recomputation_contexts)
         return function(*arguments)

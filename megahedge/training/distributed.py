@@ -38,7 +38,7 @@ def init_distributed(tp_size: int) -> Topology:
     """Join the job that the launcher's environment describes (alone where it describes none) and cut it into TP × DP groups.
 
     Raises InputError where tp_size does not divide the number of processes, or the environment is incomplete; before any process
-    waits for another.
+    waits for another.  Raises RunError where the ranks cannot meet.
     """
     if not dist.is_initialized():
         _complete_environment()

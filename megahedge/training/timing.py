@@ -16,6 +16,8 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from megahedge.utils.recomputation import is_recomputing
+
 STEP_PARTS = ("data", "forward", "backward", "optimizer", "communication")
 """Communication is what a rank waits for in collectives; it lies within the other parts."""
 PARTS = (*STEP_PARTS, "save", "evaluation")
@@ -121,8 +123,7 @@ class OperationCounter(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
-        recomputed = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()  # a graph is made within a backward
-        if not recomputed:
+        if not is_recomputing():
             self.operations += product_operations(function, args, kwargs, result)
         return result
 

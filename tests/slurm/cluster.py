@@ -64,7 +64,7 @@ class Cluster:
     def start(self) -> None:
         """Start the daemons, and wait until both nodes are idle."""
         self._start_munge()
-        text = _CONFIGURATION.format(folder=self.folder, ports=_free_ports(3), munge=self._munge / "socket")
+        text = _CONFIGURATION.format(folder=self.folder, ports=free_ports(3), munge=self._munge / "socket")
         (self.folder / "slurm.conf").write_text(text)
         (self.folder / "state").mkdir()
         self._call("slurmctld")
@@ -127,7 +127,8 @@ def wait_until(condition: Callable[[], bool], failure: str, seconds: float = 60.
         time.sleep(0.2)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens at."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:

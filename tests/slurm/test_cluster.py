@@ -13,7 +13,7 @@ import pytest
 
 from megahedge.training.metrics import read_metrics
 from tests.distributed import run_distributed
-from tests.slurm.cluster import Cluster, wait_until, why_not
+from tests.slurm.cluster import Cluster, free_ports, wait_until, why_not
 from tests.stages.runs import StageRun, make_stage_inputs, make_stage_runs
 from tests.training.runs import GLOBAL_BATCH_SIZE, REPOSITORY, SEQ_LEN, checkpoint_at, differing, measured
 
@@ -65,7 +65,7 @@ def plain(inputs) -> Path:
     """Folder of the same two runs, never broken off, by the deepspeed launcher."""
     folder = inputs / "plain"
     for stage in ("stage1", "stage2"):
-        words = ["--num_accelerators", str(PROCESSES), "--master_port", "29531", f"scripts/{stage}.py"]
+        words = ["--num_accelerators", str(PROCESSES), "--master_port", str(free_ports(1)[0]), f"scripts/{stage}.py"]
         options = ["--ds_config", "ds_configs/zero2.json", *_options(inputs), "--output_dir", str(folder / stage)]
         start = ["--init_from", str(folder / "stage1")] if stage == "stage2" else []
         launcher = [sys.executable, "-m", "deepspeed.launcher.runner"]

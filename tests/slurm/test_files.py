@@ -221,6 +221,11 @@ def test_a_second_stage_does_not_start_from_a_first_that_has_diverged(repository
     assert _requeued(repository) == [] and not (repository / "stage2-0.json").exists()
 
 
+def test_a_first_stage_that_is_told_to_stop_early_ends_the_job_well(repository):
+    assert _start_both(repository, "runs/mine", "--stop_after", "5") == 0
+    assert _requeued(repository) == [] and not (repository / "stage2-0.json").exists()
+
+
 def test_two_stages_need_a_folder(repository):
     assert _start_both(repository, "--seed", "3") == 2
     assert not list(repository.glob("stage*.json"))

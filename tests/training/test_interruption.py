@@ -81,12 +81,15 @@ def test_thirty_kills_at_random_moments_end_as_the_unbroken_run(options, tmp_pat
     assert_same_end(run, made("long-dp2"), LONG_STEPS)
 
 
-def _start_two(options: dict, folder: Path, **changes) -> list[Command]:
-    """Both ranks of a job of two processes."""
+def _free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        return str(probe.getsockname()[1])
+
+
+def _start_two(options: dict, folder: Path, **changes) -> list[Command]:
+    """Both ranks of a job of two processes."""
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
     places = [job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
     return [start(options, folder / f"rank{rank}", environment=place, **changes) for rank, place in enumerate(places)]
 
@@ -112,7 +115,7 @@ def test_a_signal_makes_the_run_save_and_end_well(number, options, tmp_path, mad
 def test_a_rank_that_dies_ends_the_others_who_name_it(options, tmp_path):
     """Under the deepspeed launcher, whose own last line names another one; two minutes are what a job may go on costing."""
     words = command_line(options(save_interval=1000, train_tokens=100_000 * SEQ_LEN * GLOBAL_BATCH_SIZE))
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port", "29541"]
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port", _free_port()]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     with (tmp_path / "output").open("w") as output:
         job = subprocess.Popen([*launcher, str(SCRIPT), *words], env=environment, stdout=output, stderr=subprocess.STDOUT)

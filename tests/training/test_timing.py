@@ -48,8 +48,9 @@ def test_lines_of_several_steps_give_the_mean_of_a_step(made):
         assert line["mfu"] == pytest.approx(line["tflops"] / PEAK_TFLOPS)
 
 
-@pytest.mark.parametrize("name", ["timed", "zero1-dp2"])
+@pytest.mark.parametrize("name", ["timed", "zero1-dp2", "recomputing"])
 def test_a_rank_counts_the_operations_that_a_plan_foresees(name, made, inputs):
+    """Those of activations that are computed again are not among them."""
     options = PretrainOptions(**arguments(inputs, "run"))
     plan = step_cost(Pretrain, load_config_file(inputs / "model.json"), options, options.micro_batch_size, torch.float32)
     micro_batches = GLOBAL_BATCH_SIZE // options.micro_batch_size // (2 if name.endswith("dp2") else 1)
