@@ -30,7 +30,7 @@ from megahedge.training.ds_config import load_ds_config, merge_ds_config, zero_s
 from megahedge.training.engine import TrainingEngine
 from megahedge.training.loop import Job, train
 from megahedge.training.metrics import MetricsLog, check_wandb, has_evaluation
-from megahedge.training.run_folder import RunFolder
+from megahedge.training.run_folder import SECONDS_FOR_PREDECESSOR, RunFolder
 from megahedge.utils.errors import InputError
 from megahedge.utils.logging import get_logger
 from megahedge.utils.units import format_bytes, format_count
@@ -180,8 +180,16 @@ def run_stage(stage_type: type[Stage], plan: Plan) -> tuple[Stage, TrainingEngin
         return None
     topology = init_distributed(options.tp_size)
     with tell_of_lost_ranks(), contextlib.ExitStack() as held:
-        on_first_rank(lambda: held.enter_context(plan.run.locked()) and None, f"--output_dir={plan.run.path}")
+        on_first_rank(lambda: held.enter_context(_hold_folder(plan)), f"--output_dir={plan.run.path}")
         return _run(stage_type, plan, topology)
+
+
+@contextlib.contextmanager
+def _hold_folder(plan: Plan) -> Iterator[None]:
+    """Keep other jobs out of the run's folder, and look again at what it holds, which may have changed until then."""
+    with plan.run.locked(SECONDS_FOR_PREDECESSOR if plan.options.resume else 0):
+        plan.run.check(plan.options)
+        yield
 
 
 def _run(stage_type: type[Stage], plan: Plan, topology: Topology) -> tuple[Stage, TrainingEngine, Progress]:

@@ -16,9 +16,15 @@ from pathlib import Path
 
 from megahedge.checkpoint.store import complete_checkpoints
 from megahedge.config.options import TrainOptions
-from megahedge.utils.errors import InputError
+from megahedge.utils.errors import InputError, RunError
 from megahedge.utils.files import file_lock, is_temporary_file, read_json, remove_temporary_files, write_json
+from megahedge.utils.logging import get_logger
 from megahedge.utils.versions import code_version, package_versions
+
+logger = get_logger(__name__)
+
+SECONDS_FOR_PREDECESSOR = 150.0
+"""What a job that resumes gives the last one to end: Slurm kills 30 seconds after it has asked, NFS frees a dead node's lock after 90."""
 
 # What another topology, machine or watcher may change on resume: nothing of it enters the mathematics of a step.
 # Where data, tokenizer, model config, teacher and first weights lie may change too: what they are is compared by content.
@@ -70,20 +76,37 @@ class RunFolder:
             raise InputError(f"--resume of {self.path}: the run was started with {pairs}{why}; use these again, or a new --output_dir")
 
     @contextlib.contextmanager
-    def locked(self):
+    def locked(self, wait_seconds: float = 0):
         """Hold the folder against other jobs; rank 0 does.  The system frees it when the process ends, however it ends.
 
-        Raises InputError where another job holds it, as when a requeued job starts before its predecessor has gone.
+        Waits for another job that holds it, as a requeued job may start before the last process of its predecessor has gone.
+        Raises InputError where that job goes on, RunError where it was waited for.
         """
         with contextlib.ExitStack() as held:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise InputError(f"--output_dir={self.path} cannot be made: {error.strerror}; name a folder elsewhere") from None
-            try:
-                held.enter_context(file_lock(self._lock_file, blocking=False))
-            except BlockingIOError:
-                raise InputError(f"--output_dir={self.path} is in use by another job; wait for it to end, or name another folder") from None
+            held.enter_context(self._lock(wait_seconds))
+            yield
+
+    @contextlib.contextmanager
+    def _lock(self, wait_seconds: float):
+        deadline, told = time.monotonic() + wait_seconds, False
+        with contextlib.ExitStack() as held:
+            while True:
+                try:
+                    held.enter_context(file_lock(self._lock_file, blocking=False))
+                    break
+                except BlockingIOError:
+                    problem = f"--output_dir={self.path} is in use by another job"
+                if time.monotonic() >= deadline:
+                    kind = RunError if wait_seconds else InputError
+                    raise kind(f"{problem}; wait for it to end, or name another folder")
+                if not told:
+                    logger.info("%s; waiting %g seconds at most for it to end", problem, wait_seconds)
+                    told = True
+                time.sleep(min(1.0, wait_seconds))
             yield
 
     def read_record(self) -> dict:

@@ -61,6 +61,10 @@ class Command:
             assert time.monotonic() < deadline, f"not within {timeout_seconds} s"
             time.sleep(0.005)
 
+    def wait_for_output(self, words: str) -> None:
+        """Return as soon as it has written these words."""
+        self.wait_until(lambda: self._stderr.exists() and words in self._stderr.read_text())
+
     def release(self) -> None:
         """Let it go on from its holding point."""
         self._held.unlink()

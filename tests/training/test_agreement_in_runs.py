@@ -117,20 +117,19 @@ def test_runs_with_released_parameters_resume_exactly(name, made):
 # ---- two jobs, and data that has moved ----------------------------------------------------------------------------------------
 
 
-def test_two_jobs_do_not_share_a_folder_and_a_killed_one_frees_it(options, tmp_path):
+def test_two_jobs_do_not_share_a_folder_and_one_that_resumes_waits_for_a_killed_one(options, tmp_path):
     """As when a requeued job starts before its predecessor has gone."""
-    values = options(resume=True, stop_after=1)
-    first = start(values, tmp_path / "first", hold=("evaluation", 1))
+    first = start(options(resume=True, stop_after=1), tmp_path / "first", hold=("evaluation", 1))
     first.wait_until_held()
-    status, stderr = start(values, tmp_path / "second").finish()
-    still_running = first.running
+    status, stderr = start(options(stop_after=1), tmp_path / "second").finish()
+    assert status == 2 and "Traceback" not in stderr
+    assert "holds a run without a checkpoint; go on with it by --resume" in stderr
+    third = start(options(resume=True, stop_after=1), tmp_path / "third")
+    third.wait_for_output(f"--output_dir={tmp_path / 'run'} is in use by another job; waiting 150 seconds at most for it to end")
+    assert first.running and third.running
     first.signal(signal.SIGKILL)
     first.finish()
-    assert still_running
-    assert status == 2 and "Traceback" not in stderr
-    (line,) = (line for line in stderr.splitlines() if not line.startswith("DeepSpeed"))  # which tells stdout what it has loaded
-    assert line.startswith(f"error: --output_dir={tmp_path / 'run'} is in use by another job;")
-    status, stderr = start(values, tmp_path / "third").finish()
+    status, stderr = third.finish()
     assert status == 0, stderr
     assert [path.name for path in complete_checkpoints(tmp_path / "run" / "checkpoints")] == ["step-00000001"]
 

@@ -7,7 +7,7 @@ import pytest
 
 from megahedge.config.options import PretrainOptions, Stage1Options, Stage2Options
 from megahedge.training.run_folder import MAY_CHANGE, RunFolder
-from megahedge.utils.errors import InputError
+from megahedge.utils.errors import InputError, RunError
 from tests.training.runs import ds_config
 
 
@@ -56,6 +56,18 @@ def test_the_record_keeps_earlier_starts(folder, options):
     assert record["resumed_at_step"] == 9
     assert [start["resumed_at_step"] for start in record["history"]] == [0, 7]
     assert record["options"] == json.loads(json.dumps(dataclasses.asdict(options)))
+
+
+def test_a_folder_in_use_is_refused_at_once_or_after_a_time(folder):
+    other = RunFolder(folder.path)
+    with folder.locked():
+        with pytest.raises(InputError, match="is in use by another job; wait for it to end"), other.locked():
+            pass
+        # status 1, which a Slurm job takes back into the queue
+        with pytest.raises(RunError, match="is in use by another job; wait for it to end"), other.locked(wait_seconds=0.1):
+            pass
+    with other.locked(wait_seconds=0.1):
+        pass
 
 
 def test_a_damaged_record_is_the_users_error(folder, options):
