@@ -41,7 +41,9 @@ class DataOptions:
     micro_batch_size: int | str = "auto"
     """Sequences per rank per forward; auto is the largest divisor of global_batch_size / dp_size that is at most 4."""
     reset_at_documents: bool = False
-    """Documents of a sequence do not see each other: attention, scan, convolution and positions start anew after each end of one."""
+    """Documents of a sequence do not see each other: attention, scan, convolution and positions start anew where the index begins one."""
+    mmap: bool = True
+    """Map the data files into memory; --no_mmap reads them, for file systems on which mapped files are slow."""
     eval_tokens: Count = 10**6
     """Tokens of the validation split that each evaluation scores (all of them where there are fewer)."""
 

@@ -12,12 +12,14 @@ import functools
 import hashlib
 import os
 import struct
-from array import array
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
-from megahedge.utils.errors import InputError
+from megahedge.utils.errors import InputError, RunError
 from megahedge.utils.files import disk_errors_explained, file_lock, fsync_path
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -25,7 +27,9 @@ VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
 _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
-_INDEX_BLOCK = 1 << 20  # index entries written at a time, so that closing a large dataset needs no second copy of its index
+_SIZE = np.dtype("<i4")
+_INDEX_BLOCK = 1 << 20  # index entries worked on at a time, so that nothing needs a second copy of a large index
+_READ_BYTES = 1 << 30  # of one pread, which the system cuts at 2 GiB
 
 
 def token_dtype(largest_id: int) -> np.dtype:
@@ -44,32 +48,36 @@ def idx_path(prefix: str | os.PathLike) -> Path:
 
 
 class IndexedDataset:
-    """A memory-mapped .bin/.idx pair; nothing is copied until it is read.
+    """A .bin/.idx pair; nothing is read until it is asked for.
 
+    mmap: map both files into memory, so that a read is a view of the file.  Without it .idx is read into memory and tokens by pread, for
+        file systems on which mapped files are slow or, when the file changes under them, deadly (SIGBUS).
     sizes             int32 [num_sequences]       tokens of each sequence
     pointers          int64 [num_sequences]       byte offset of each sequence
     document_offsets  int64 [num_documents + 1]   in sequences
-    document_starts   int64 [num_documents + 1]   in tokens
 
     Raises InputError for a missing, truncated, foreign or inconsistent pair.
     """
 
-    def __init__(self, prefix: str | os.PathLike):
+    def __init__(self, prefix: str | os.PathLike, *, mmap: bool = True):
         self.prefix = os.fspath(prefix)
+        self._mmap = mmap
         for path in (idx_path(prefix), bin_path(prefix)):
             if not path.is_file():
                 raise InputError(f"{path} does not exist; a dataset is a pair {self.prefix}.bin and {self.prefix}.idx")
-        self._read_index()
-        self._check_index()
-        # an empty file cannot be mapped
-        self._tokens = np.asarray(np.memmap(bin_path(prefix), self.dtype, "r")) if self.num_tokens else np.empty(0, self.dtype)
+        try:
+            self._read_index()
+            self._check_index()
+            self._tokens = (_MappedTokens if mmap else _FileTokens)(bin_path(prefix), self.dtype, self.num_tokens)
+        except OSError as error:
+            raise InputError(f"cannot read {error.filename or self.prefix}: {error.strerror}") from None
 
     def _read_index(self) -> None:
         path = idx_path(self.prefix)
         length = path.stat().st_size
         if length < _HEADER.size:
             raise InputError(f"{path} is truncated: {length} bytes, its header alone has {_HEADER.size}")
-        self._index = np.asarray(np.memmap(path, np.uint8, "r"))
+        self._index = np.asarray(np.memmap(path, np.uint8, "r")) if self._mmap else np.fromfile(path, np.uint8)
         magic, version, code, num_sequences, num_offsets = _HEADER.unpack(self._index[: _HEADER.size].tobytes())
         if magic != MAGIC:
             raise InputError(f"{path} is not a Megatron index file: it starts with {magic!r}, not {MAGIC!r}")
@@ -81,7 +89,7 @@ class IndexedDataset:
         if length != expected:
             kind = "truncated" if length < expected else "too long"
             raise InputError(f"{path} is {kind}: {length} bytes where {num_sequences} sequences and {num_offsets} offsets need {expected}")
-        self.dtype = np.dtype(_DTYPES[code])
+        self.dtype = np.dtype(_DTYPES[code]).newbyteorder("<")
         sizes_end = _HEADER.size + 4 * num_sequences
         pointers_end = sizes_end + 8 * num_sequences
         self.sizes = self._index[_HEADER.size : sizes_end].view("<i4")
@@ -92,41 +100,96 @@ class IndexedDataset:
     def _check_index(self) -> None:
         """The flat token stream is what training reads, so the sequences must lie in it one after another."""
         path, offsets = idx_path(self.prefix), self.document_offsets
-        if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(self.sizes) or np.any(np.diff(offsets) < 0):
+        if (
+            len(offsets) == 0
+            or offsets[0] != 0
+            or offsets[-1] != len(self.sizes)
+            or not _all_blocks(offsets[1:], offsets[:-1], np.greater_equal)
+        ):
             raise InputError(f"{path} is damaged: its document offsets do not run from 0 to its {len(self.sizes)} sequences")
-        ends = np.cumsum(self.sizes, dtype=np.int64) * self.dtype.itemsize
-        if np.any(self.sizes < 0) or np.any(self.pointers[1:] != ends[:-1]) or np.any(self.pointers[:1] != 0):
+        if not self._pointers_follow():
             raise InputError(f"{path} is damaged: its pointers do not follow from its sequence lengths")
         expected, found = self.num_tokens * self.dtype.itemsize, bin_path(self.prefix).stat().st_size
         if found != expected:
             raise InputError(f"{bin_path(self.prefix)} has {found} bytes, but {path} describes {expected}; the two are not of one run")
 
+    def _pointers_follow(self) -> bool:
+        """Whether every sequence begins where the one before it ends, looked at in blocks: there may be billions."""
+        begin = 0
+        for first, stop in _blocks(len(self.sizes)):
+            sizes, pointers = self.sizes[first:stop], self.pointers[first:stop]
+            ends = begin + np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
+            if np.min(sizes) < 0 or pointers[0] != begin or np.any(pointers[1:] != ends[:-1]):
+                return False
+            begin = int(ends[-1])
+        return True
+
     def __len__(self) -> int:
         return len(self.sizes)
 
     def __getitem__(self, sequence: int) -> np.ndarray:
-        """Tokens of one sequence, a read-only view of the file."""
+        """Tokens of one sequence, read-only."""
         if not -len(self) <= sequence < len(self):
             raise IndexError(f"sequence {sequence} of {len(self)}")
-        start = int(self.pointers[sequence]) // self.dtype.itemsize
-        return self._tokens[start : start + int(self.sizes[sequence])]
+        return self._tokens.read(int(self.pointers[sequence]) // self.dtype.itemsize, int(self.sizes[sequence]))
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """`count` tokens of the flat stream from token `start` on, a read-only view of the file."""
+        """`count` tokens of the flat stream from token `start` on, read-only; a view of the file where it is mapped."""
         assert start >= 0 and start + count <= self.num_tokens, f"tokens {start} to {start + count} of {self.num_tokens}"
-        return self._tokens[start : start + count]
+        return self._tokens.read(start, count)
 
     @property
     def num_documents(self) -> int:
         """Documents, empty ones included."""
         return len(self.document_offsets) - 1
 
+    def document(self, number: int) -> np.ndarray:
+        """Tokens of one document, read-only."""
+        start = self.document_start(number)
+        return self.read(start, self.document_start(number + 1) - start)
+
+    def document_start(self, number: int) -> int:
+        """First token of a document in the flat stream; of the one after the last, num_tokens."""
+        sequence = int(self.document_offsets[number])
+        return int(self.pointers[sequence]) // self.dtype.itemsize if sequence < len(self.pointers) else self.num_tokens
+
+    def document_lengths(self, first: int, stop: int) -> np.ndarray:
+        """int64 [stop - first]: tokens of each of these documents."""
+        return np.diff(self._starts(self.document_offsets[first : stop + 1]))
+
+    def lengths_of(self, documents: np.ndarray) -> np.ndarray:
+        """int64: tokens of each of these documents."""
+        return self._starts(self.document_offsets[documents + 1]) - self._starts(self.document_offsets[documents])
+
+    def documents_begin(self, start: int, count: int) -> np.ndarray:
+        """int64: the places from 0 to count - 1, counted from token `start`, at which documents that hold a token begin."""
+        stop = start + count
+        first, last = (self._first_document_from(token) for token in (start, stop))
+        # empty documents begin where the next one does
+        begins = np.unique(self._starts(self.document_offsets[first:last])) - start
+        return begins[begins < self.num_tokens - start]
+
+    def _first_document_from(self, token: int) -> int:
+        """Number of the first document that begins at `token` or later, found by bisection."""
+        low, high = 0, self.num_documents
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if self.document_start(middle) < token else (low, middle)
+        return low
+
+    def _starts(self, sequences: np.ndarray) -> np.ndarray:
+        """int64: first tokens of these sequences; of the one after the last, num_tokens."""
+        if len(self.pointers) == 0:
+            return np.zeros(len(sequences), np.int64)
+        beyond = sequences >= len(self.pointers)
+        starts = self.pointers[np.where(beyond, 0, sequences)] // self.dtype.itemsize
+        starts[beyond] = self.num_tokens
+        return starts
+
     @functools.cached_property
     def document_starts(self) -> np.ndarray:
         """int64 [num_documents + 1]: first token of each document, then num_tokens."""
-        sequence_starts = np.zeros(len(self.sizes) + 1, np.int64)
-        np.cumsum(self.sizes, dtype=np.int64, out=sequence_starts[1:])
-        return sequence_starts[self.document_offsets]
+        return self._starts(self.document_offsets)
 
     @functools.cached_property
     def index_digest(self) -> str:
@@ -134,36 +197,83 @@ class IndexedDataset:
         return hashlib.sha256(self._index).hexdigest()
 
 
+def _all_blocks(left: np.ndarray, right: np.ndarray, holds) -> bool:
+    """Whether `holds` is true of each pair, looked at in blocks."""
+    return all(bool(np.all(holds(left[first:stop], right[first:stop]))) for first, stop in _blocks(len(left)))
+
+
+class _MappedTokens:
+    """Tokens as views of a mapped file."""
+
+    def __init__(self, path: Path, dtype: np.dtype, count: int):
+        # an empty file cannot be mapped
+        self._tokens = np.asarray(np.memmap(path, dtype, "r")) if count else np.empty(0, dtype)
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        return self._tokens[start : start + count]
+
+
+class _FileTokens:
+    """Tokens read from a file that stays open."""
+
+    def __init__(self, path: Path, dtype: np.dtype, count: int):
+        del count
+        self._path, self._dtype = path, dtype
+        self._descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        size, offset = count * self._dtype.itemsize, start * self._dtype.itemsize
+        blocks = []
+        while size:
+            block = os.pread(self._descriptor, min(size, _READ_BYTES), offset)
+            if not block:
+                raise RunError(f"{self._path} has become shorter than its index says: no bytes at {offset}")
+            blocks.append(block)
+            size, offset = size - len(block), offset + len(block)
+        return np.frombuffer(blocks[0] if len(blocks) == 1 else b"".join(blocks), self._dtype)
+
+
 class IndexedDatasetWriter:
     """Write a pair document by document; each document is one sequence.
 
-    Everything goes to `<name>.tmp`; `finish()` flushes and renames, .idx last, so that under its final names a pair is complete or absent.
-    A context manager: leaving it by an exception removes the temporary files.  Keeps 4 bytes a document in memory.
-    Raises InputError if another process is writing the same prefix, and for a token that `dtype` cannot hold; RunError for a full disk.
+    Everything goes to `.<name>.tmp`; `finish()` flushes and renames, .idx last, so that under its final names a pair is complete or absent.
+    A context manager: leaving it by an exception removes the temporary files, unless `commit()` has been called.  Memory is the same
+    however much is written.
+    resume_at: (documents, tokens) that an earlier writer had at a `commit()`; goes on from there, without what it wrote afterwards.
+    Raises InputError if another process is writing the same prefix, for a token that `dtype` cannot hold, and where nothing is left of
+    what `resume_at` names; RunError for a full disk.
     """
 
-    def __init__(self, prefix: str | os.PathLike, dtype: np.dtype | type):
+    def __init__(self, prefix: str | os.PathLike, dtype: np.dtype | type, *, resume_at: tuple[int, int] | None = None):
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype)
         if self.dtype not in _CODES or self.dtype.kind == "f":
             raise InputError(f"dtype {self.dtype} cannot hold tokens in this format; use uint16 or int32")
-        self.num_tokens = 0
+        self.num_documents, self.num_tokens = resume_at or (0, 0)
+        self._pair = PairFiles(prefix, keep=resume_at is not None)
         self._finished = False
-        self._sizes = array("i")
         self._stack = contextlib.ExitStack()
         try:
-            self._stack.enter_context(file_lock(_sibling(bin_path(prefix), ".lock"), blocking=False, remove=True))
-            self._bin = self._stack.enter_context(_sibling(bin_path(prefix), ".tmp").open("wb", buffering=1 << 20))
-        except BlockingIOError:
-            raise InputError(f"another process is writing {self.prefix}; wait for it or choose another output") from None
+            self._stack.enter_context(self._pair)
+            self._bin = self._open(self._pair.bin, self.num_tokens * self.dtype.itemsize)
+            self._sizes = self._open(sizes_path(prefix), self.num_documents * _SIZE.itemsize)
         except OSError as error:
             self._stack.close()
             raise InputError(f"cannot write {self.prefix}.bin: {error.strerror}") from None
+        except InputError:
+            self._stack.close()
+            raise
 
-    @property
-    def num_documents(self) -> int:
-        """Documents added so far."""
-        return len(self._sizes)
+    def _open(self, path: Path, keep_bytes: int):
+        """The file, opened for writing behind its first `keep_bytes` bytes."""
+        if not keep_bytes:
+            return self._stack.enter_context(path.open("wb", buffering=1 << 20))
+        found = path.stat().st_size if path.is_file() else 0
+        if found < keep_bytes:
+            raise InputError(f"{path} should hold {keep_bytes} bytes of unfinished work and has {found}; begin anew with --overwrite")
+        os.truncate(path, keep_bytes)
+        return self._stack.enter_context(path.open("ab", buffering=1 << 20))
 
     def add_document(self, tokens) -> None:
         """Append one document, a non-empty sequence of token ids."""
@@ -183,57 +293,156 @@ class IndexedDatasetWriter:
             raise InputError(f"a document of {np.max(sizes)} tokens: the format allows {np.iinfo(np.int32).max}; split it")
         with disk_errors_explained(self.prefix):
             self._bin.write(np.ascontiguousarray(tokens, self.dtype).data)
-        self._sizes.frombytes(np.ascontiguousarray(sizes, np.int32).tobytes())
+            self._sizes.write(np.ascontiguousarray(sizes, _SIZE).data)
+        self.num_documents += len(sizes)
         self.num_tokens += len(tokens)
+
+    def commit(self) -> None:
+        """Put everything so far on the disk and keep it there for a writer that resumes, whatever happens to this one."""
+        with disk_errors_explained(self.prefix):
+            for handle in (self._bin, self._sizes):
+                _flush(handle)
+        self._pair.keep = True
 
     def finish(self) -> None:
         """Make the pair appear under its final names, in the place of an older one."""
-        paths = [bin_path(self.prefix), idx_path(self.prefix)]
+        self.prepare()
         with disk_errors_explained(self.prefix):
-            self._flush(self._bin)
-            with open(_sibling(paths[1], ".tmp"), "wb") as handle:
+            publish_pair(self.prefix)
+        self.close()
+
+    def prepare(self) -> None:
+        """Write what is left to write under temporary names: `publish_pair` has nothing but renames to do then."""
+        with disk_errors_explained(self.prefix):
+            for handle in (self._bin, self._sizes):
+                _flush(handle)
+            with self._pair.open_idx() as handle:
                 self._write_index(handle)
-                self._flush(handle)
-            paths[1].unlink(missing_ok=True)  # from here to the last rename there is no pair, rather than a mixed one
-            for path in paths:
-                os.replace(_sibling(path, ".tmp"), path)
-            fsync_path(paths[0].parent)
+
+    def close(self) -> None:
+        """Let go of the pair once it is published."""
+        self._pair.keep = False
         self._stack.close()
         self._finished = True
 
     def abort(self) -> None:
-        """Remove what was written; after `finish()` there is nothing to remove."""
+        """Remove what was written, unless it was committed; after `finish()` there is nothing to remove."""
         if self._finished:
             return
-        for path in (bin_path(self.prefix), idx_path(self.prefix)):
-            _sibling(path, ".tmp").unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # closing flushes the buffer, which a full disk refuses
-            self._stack.close()
+        for handle in (self._bin, self._sizes):
+            with contextlib.suppress(OSError):  # closing flushes the buffer, which a full disk refuses
+                handle.close()
+        self._stack.close()
         self._finished = True
 
     def __enter__(self) -> "IndexedDatasetWriter":
         return self
 
     def __exit__(self, *_) -> None:
-        """Without `finish()` nothing stays."""
+        """Without `finish()` nothing stays that has not been committed."""
         self.abort()
 
     def _write_index(self, handle) -> None:
-        sizes = np.frombuffer(self._sizes, np.int32) if self._sizes else np.empty(0, np.int32)
-        handle.write(_HEADER.pack(MAGIC, VERSION, _CODES[self.dtype], len(sizes), len(sizes) + 1))
-        handle.write(sizes.astype("<i4", copy=False).tobytes())
-        start = 0
-        for first in range(0, len(sizes), _INDEX_BLOCK):
-            ends = start + np.cumsum(sizes[first : first + _INDEX_BLOCK], dtype=np.int64)
-            handle.write((np.concatenate(([start], ends[:-1])) * self.dtype.itemsize).astype("<i8").tobytes())
-            start = int(ends[-1])
-        for first in range(0, len(sizes) + 1, _INDEX_BLOCK):
-            handle.write(np.arange(first, min(first + _INDEX_BLOCK, len(sizes) + 1), dtype="<i8").tobytes())
+        offsets = (np.arange(first, stop) for first, stop in _blocks(self.num_documents + 1))
+        write_index(handle, self.dtype, self.num_documents, self._written_sizes, self.num_documents + 1, offsets)
 
-    @staticmethod
-    def _flush(handle) -> None:
-        handle.flush()
-        os.fsync(handle.fileno())
+    def _written_sizes(self) -> Iterator[np.ndarray]:
+        with open(sizes_path(self.prefix), "rb") as handle:
+            while len(block := np.fromfile(handle, _SIZE, _INDEX_BLOCK)):
+                yield block
+
+
+def write_index(
+    handle: BinaryIO,
+    dtype: np.dtype,
+    num_sequences: int,
+    sizes: Callable[[], Iterator[np.ndarray]],
+    num_offsets: int,
+    offsets: Iterable[np.ndarray],
+) -> None:
+    """Write an .idx file: sequence lengths and document offsets come in blocks, and the lengths twice, so that none is held whole."""
+    handle.write(_HEADER.pack(MAGIC, VERSION, _CODES[np.dtype(dtype)], num_sequences, num_offsets))
+    for block in sizes():
+        handle.write(np.ascontiguousarray(block, "<i4").data)
+    start = 0
+    for block in sizes():
+        ends = start + np.cumsum(block, dtype=np.int64) * np.dtype(dtype).itemsize
+        handle.write(np.concatenate(([start], ends[:-1])).astype("<i8").data)
+        start = int(ends[-1])
+    for block in offsets:
+        handle.write(np.ascontiguousarray(block, "<i8").data)
+
+
+def _blocks(count: int) -> Iterator[tuple[int, int]]:
+    """Ranges that make up 0 … count - 1, none of them long."""
+    return ((first, min(first + _INDEX_BLOCK, count)) for first in range(0, count, _INDEX_BLOCK))
+
+
+class PairFiles:
+    """The temporary files of a pair that is being written; within `with` they are held against other writers.
+
+    keep: leave them where they are at the end of `with`, unless they have been published.
+    Entering raises InputError if another process is writing the same prefix.
+    """
+
+    def __init__(self, prefix: str | os.PathLike, *, keep: bool = False):
+        self.prefix = os.fspath(prefix)
+        self.bin, self.idx = (_sibling(path, ".tmp") for path in (bin_path(prefix), idx_path(prefix)))
+        self.keep = keep
+        self._held = contextlib.ExitStack()
+
+    def __enter__(self) -> "PairFiles":
+        try:
+            self._held.enter_context(file_lock(_sibling(bin_path(self.prefix), ".lock"), blocking=False, remove=True))
+        except BlockingIOError:
+            raise InputError(f"another process is writing {self.prefix}; wait for it or choose another output") from None
+        return self
+
+    def __exit__(self, *_) -> None:
+        if not self.keep:
+            remove_unfinished(self.prefix)
+        self._held.close()
+
+    def open_bin(self) -> contextlib.AbstractContextManager[BinaryIO]:
+        """The token file, which is on the disk when `with` ends."""
+        return _flushed_file(self.bin)
+
+    def open_idx(self) -> contextlib.AbstractContextManager[BinaryIO]:
+        """The index file, which is on the disk when `with` ends."""
+        return _flushed_file(self.idx)
+
+
+@contextlib.contextmanager
+def _flushed_file(path: Path) -> Iterator[BinaryIO]:
+    with open(path, "wb", buffering=1 << 20) as handle:
+        yield handle
+        _flush(handle)
+
+
+def publish_pair(prefix: str | os.PathLike) -> None:
+    """Give a pair that `IndexedDatasetWriter.prepare` has written its final names; goes on where a call that was killed had got to."""
+    for path in (bin_path(prefix), idx_path(prefix)):
+        temporary = _sibling(path, ".tmp")
+        if temporary.exists():
+            idx_path(prefix).unlink(missing_ok=True)  # from here to the last rename there is no pair, rather than a mixed one
+            os.replace(temporary, path)
+    fsync_path(bin_path(prefix).parent)
+
+
+def remove_unfinished(prefix: str | os.PathLike) -> None:
+    """Remove what a writer has left of a pair that is not to be finished."""
+    for path in (_sibling(bin_path(prefix), ".tmp"), _sibling(idx_path(prefix), ".tmp"), sizes_path(prefix)):
+        path.unlink(missing_ok=True)
+
+
+def sizes_path(prefix: str | os.PathLike) -> Path:
+    """Where a writer notes the length of each document until the pair is published; int32."""
+    return _sibling(bin_path(prefix), ".sizes.tmp")
+
+
+def _flush(handle) -> None:
+    handle.flush()
+    os.fsync(handle.fileno())
 
 
 def _sibling(path: Path, suffix: str) -> Path:

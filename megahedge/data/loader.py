@@ -3,7 +3,7 @@
 # b micro_batch_size, t seq_len
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,22 +26,12 @@ class Batch:
     labels: torch.Tensor  # int64 [b, t] the token after each input, or IGNORE_INDEX
     positions: tuple[int, ...]
     """Sample positions of the rows, for error reports."""
-    boundaries: torch.Tensor | None = None  # bool [b, t] true where a document begins, if documents are kept apart
+    boundaries: torch.Tensor | None = None  # bool [b, t] true where a document begins within a row, if documents are kept apart
 
     def inputs(self, device: torch.device | str) -> tuple[torch.Tensor, ...]:
         """What a model is called with: tokens, labels and, where there are any, boundaries."""
         tensors = (self.tokens, self.labels, self.boundaries)
         return tuple(tensor.to(device) for tensor in tensors if tensor is not None)
-
-
-def document_starts(tokens: torch.Tensor, eod_id: int | None) -> torch.Tensor | None:
-    """bool [b, t], true after each end-of-document token of tokens [b, t]; None without an `eod_id`.
-
-    A row's first token needs no mark: there is nothing before it.
-    """
-    if eod_id is None:
-        return None
-    return torch.nn.functional.pad(tokens[:, :-1] == eod_id, (1, 0))
 
 
 class SampleSource(Protocol):
@@ -52,6 +42,9 @@ class SampleSource(Protocol):
     def sample(self, position: int) -> np.ndarray:
         """int64 [seq_len + 1]"""
 
+    def documents_begin(self, position: int) -> list[int]:
+        """Places in the sample, from 1 on, at which a document begins."""
+
     def describe(self, position: int) -> str:
         """Where the sample comes from, for error messages."""
 
@@ -61,19 +54,33 @@ class TrainingData:
 
     data_path: `PREFIX` or `0.7 A 0.3 B`, see `parse_data_path`.
     index_cache_dir: folder for sample orders; None puts them beside the data.
+    mmap: see IndexedDataset.
     """
 
-    def __init__(self, data_path: str | Sequence[str], seq_len: int, seed: int, index_cache_dir: str | os.PathLike | None = None):
+    def __init__(
+        self,
+        data_path: str | Sequence[str],
+        seq_len: int,
+        seed: int,
+        index_cache_dir: str | os.PathLike | None = None,
+        *,
+        mmap: bool = True,
+    ):
         weighted = parse_data_path(data_path)
         self.seq_len = seq_len
         self.prefixes = [find_split(prefix, "train") for _, prefix in weighted]
-        self.indices = [SampleIndex(IndexedDataset(prefix), seq_len, seed, index_cache_dir) for prefix in self.prefixes]
+        self.indices = [SampleIndex(IndexedDataset(prefix, mmap=mmap), seq_len, seed, index_cache_dir) for prefix in self.prefixes]
         self.blend = Blend([weight for weight, _ in weighted])
 
     def sample(self, position: int) -> np.ndarray:
         """int64 [seq_len + 1]: the tokens of the sample at `position`."""
         corpus, place = self.blend.locate(position)
         return self.indices[corpus].read(place)
+
+    def documents_begin(self, position: int) -> list[int]:
+        """Places in the sample at `position`, from 1 on, at which a document begins."""
+        corpus, place = self.blend.locate(position)
+        return self.indices[corpus].documents_begin(place)
 
     def describe(self, position: int) -> str:
         """Dataset, sample number and documents behind a position."""
@@ -82,6 +89,10 @@ class TrainingData:
         pieces = index.pieces(place)
         documents = f"document {pieces[0].document}" + (f" to document {pieces[-1].document}" if len(pieces) > 1 else "")
         return f"{self.prefixes[corpus]}, sample {index.sample_number(place)} (position {position}, from {documents})"
+
+    def tokens_by_corpus(self, num_samples: int) -> dict[str, int]:
+        """Tokens of each corpus among the first `num_samples` samples."""
+        return {prefix: count * self.seq_len for prefix, count in zip(self.prefixes, self.blend.counts(num_samples), strict=True)}
 
     def epochs(self, num_samples: int) -> list[float]:
         """How many times a run of `num_samples` samples goes through each corpus."""
@@ -94,7 +105,7 @@ class BatchLoader:
 
     Row j of micro-batch m on rank r of a global batch is the sample at start + m * (dp_size * micro_batch_size) + r * micro_batch_size + j,
     so the samples of a global batch are the same however it is divided.
-    eod_id: the token that ends a document, where the batches are to say where documents begin.
+    mark_documents: whether the batches say where documents begin.
     """
 
     def __init__(
@@ -106,7 +117,7 @@ class BatchLoader:
         dp_rank: int = 0,
         dp_size: int = 1,
         vocab_size: int | None = None,
-        eod_id: int | None = None,
+        mark_documents: bool = False,
     ):
         if global_batch_size % (micro_batch_size * dp_size):
             raise InputError(
@@ -117,7 +128,7 @@ class BatchLoader:
         self.dp_rank = dp_rank
         self.dp_size = dp_size
         self.vocab_size = vocab_size
-        self.eod_id = eod_id
+        self.mark_documents = mark_documents
         self.num_micro_batches = global_batch_size // (micro_batch_size * dp_size)
 
     def micro_batches(self, start_position: int) -> Iterator[Batch]:
@@ -130,8 +141,10 @@ class BatchLoader:
             samples = np.stack([self.data.sample(position) for position in positions])  # [b, t + 1]
             self._check_ids(samples, positions)
             tokens = torch.from_numpy(samples)
-            inputs = tokens[:, :-1].contiguous()
-            yield Batch(inputs, tokens[:, 1:].contiguous(), positions, document_starts(inputs, self.eod_id))
+            boundaries = (
+                _marks(map(self.data.documents_begin, positions), len(positions), self.data.seq_len) if self.mark_documents else None
+            )
+            yield Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, boundaries)
 
     def _check_ids(self, samples: np.ndarray, positions: tuple[int, ...]) -> None:
         if self.vocab_size is None or (samples.min() >= 0 and samples.max() < self.vocab_size):
@@ -145,7 +158,8 @@ class ValidationData:
 
     Window i has inputs i*L to (i+1)*L - 1 and labels one further on; the last is padded with input 0 and label IGNORE_INDEX.
     max_tokens: score the first so many tokens only.
-    eod_id: the token that ends a document, where the batches are to say where documents begin.
+    mark_documents: whether the batches say where documents begin.
+    mmap: see IndexedDataset.
     Raises InputError where there is no token to score, and while reading for an id outside `vocab_size`.
     """
 
@@ -155,10 +169,12 @@ class ValidationData:
         seq_len: int,
         max_tokens: int | None = None,
         vocab_size: int | None = None,
-        eod_id: int | None = None,
+        *,
+        mark_documents: bool = False,
+        mmap: bool = True,
     ):
-        self.eod_id = eod_id
-        self.dataset = IndexedDataset(prefix)
+        self.mark_documents = mark_documents
+        self.dataset = IndexedDataset(prefix, mmap=mmap)
         self.seq_len = seq_len
         self.vocab_size = vocab_size
         available = self.dataset.num_tokens - 1
@@ -180,7 +196,13 @@ class ValidationData:
             positions = _rank_positions(0, micro_batch, micro_batch_size, dp_rank, dp_size)
             rows = [self._window(window) for window in positions]
             tokens, labels = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
-            yield Batch(tokens, labels, positions, document_starts(tokens, self.eod_id))
+            begins = map(self._documents_begin, positions)
+            yield Batch(tokens, labels, positions, _marks(begins, len(positions), self.seq_len) if self.mark_documents else None)
+
+    def _documents_begin(self, window: int) -> list[int]:
+        start = window * self.seq_len
+        count = min(self.seq_len, self.dataset.num_tokens - start)
+        return self.dataset.documents_begin(start, count).tolist() if count > 0 else []
 
     def _window(self, window: int) -> tuple[np.ndarray, np.ndarray]:
         tokens = np.zeros(self.seq_len, np.int64)
@@ -193,6 +215,14 @@ class ValidationData:
                 raise InputError(_bad_id(chunk, self.vocab_size, f"{self.dataset.prefix}, tokens {start} to {start + count}"))
             tokens[:count], labels[:count] = chunk[:-1], chunk[1:]
         return tokens, labels
+
+
+def _marks(begins: Iterable[Sequence[int]], rows: int, seq_len: int) -> torch.Tensor:
+    """bool [rows, seq_len], true where a document begins; the first place of a row needs no mark, as there is nothing before it."""
+    marks = torch.zeros(rows, seq_len, dtype=torch.bool)
+    for row, places in enumerate(begins):
+        marks[row, [place for place in places if 0 < place < seq_len]] = True
+    return marks
 
 
 def _rank_positions(start: int, micro_batch: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> tuple[int, ...]:

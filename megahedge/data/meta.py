@@ -4,18 +4,23 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megahedge.data.indexed_dataset import IndexedDataset, bin_path, idx_path
+import numpy as np
+
+from megahedge.data.indexed_dataset import IndexedDataset, bin_path, idx_path, publish_pair, remove_unfinished
 from megahedge.utils.errors import InputError
-from megahedge.utils.files import read_json, sha256_file, write_json
+from megahedge.utils.files import disk_errors_explained, read_json, sha256_file, write_json
 from megahedge.utils.logging import get_logger
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""2: with the percentiles of document lengths and the number of EOD tokens."""
 SPLITS = ("train", "val")
 _NUM_BLOCKS, _BLOCK_BYTES = 64, 1 << 16
+_SAMPLED_BLOCKS, _SAMPLED_TOKENS = 64, 1 << 14
+_LOOKED_AT, _MIN_ROWS = 1 << 20, 16
 # cases in which tokenizers with equal vocabularies differ: merges, white space, case, digits, accents, scripts, specials
 _PROBE = """The quick brown fox, 3.14159 and 1,000,000 lazy dogs don't "jump" (really).
     def scan(C, B, V):\treturn  C @ B.T   # tabs,  runs of   blanks
@@ -36,6 +41,14 @@ class SplitMeta:
     """UTF-8 bytes of the documents' text: turns a loss per token into bits per byte."""
     words: int
     """Words divided by white space: turns a loss per token into word perplexity."""
+    eod_tokens: int | None = None
+    """Tokens among them that end a document; None where no one has counted."""
+    tokens_per_document: dict[str, int] = field(default_factory=dict)
+    """Percentiles of the documents' lengths."""
+
+
+COUNTS = ("documents", "tokens", "text_bytes", "words", "eod_tokens")
+"""Fields of SplitMeta that are sums over documents."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +70,46 @@ class DatasetMeta:
     format_version: int = FORMAT_VERSION
 
 
+_PERCENTILES = {"min": 0, "p10": 10, "p50": 50, "p90": 90, "p99": 99, "max": 100}
+
+
+def tokens_per_document(sizes: np.ndarray) -> dict[str, int]:
+    """Percentiles of document lengths, each the length of some document; empty where there is none."""
+    if len(sizes) == 0:
+        return {}
+    values = np.percentile(sizes, list(_PERCENTILES.values()), method="inverted_cdf")
+    return {name: int(value) for name, value in zip(_PERCENTILES, values, strict=True)}
+
+
+def describe(counts: SplitMeta) -> str:
+    """The counts of a pair in one line."""
+    text = f"{counts.documents} documents, {counts.tokens} tokens"
+    if counts.eod_tokens is not None and counts.tokens:
+        text += (
+            f", one in {counts.tokens / counts.eod_tokens:.0f} ends a document" if counts.eod_tokens else ", none of which ends a document"
+        )
+    if counts.tokens_per_document:
+        text += "; tokens a document: " + ", ".join(f"{name} {value}" for name, value in counts.tokens_per_document.items())
+    return text
+
+
+def eod_density(dataset: IndexedDataset, eod_id: int) -> str:
+    """How often the token that ends documents occurs, told from blocks spread over the data."""
+    seen = found = 0
+    for tokens in _sampled(dataset):
+        seen, found = seen + len(tokens), found + int(np.count_nonzero(tokens == eod_id))
+    kind = "all" if seen == dataset.num_tokens else "looked at"
+    return f"one in {seen / found:.0f} of {seen} tokens {kind}" if found else f"none in {seen} tokens {kind}"
+
+
+def _sampled(dataset: IndexedDataset) -> Iterator[np.ndarray]:
+    last = dataset.num_tokens - _SAMPLED_TOKENS
+    if last * 2 <= _SAMPLED_BLOCKS * _SAMPLED_TOKENS:
+        yield dataset.read(0, dataset.num_tokens)
+        return
+    yield from (dataset.read(last * block // (_SAMPLED_BLOCKS - 1), _SAMPLED_TOKENS) for block in range(_SAMPLED_BLOCKS))
+
+
 def base_prefix(prefix: str | os.PathLike) -> str:
     """`P` for `P_train`, `P_val` and `P`."""
     name = os.fspath(prefix)
@@ -73,6 +126,21 @@ def meta_path(prefix: str | os.PathLike) -> Path:
 def write_meta(prefix: str | os.PathLike, meta: DatasetMeta) -> None:
     """Write the meta.json of a prefix, atomically."""
     write_json(meta_path(prefix), dataclasses.asdict(meta))
+
+
+def publish_dataset(prefix: str | os.PathLike, meta: DatasetMeta) -> None:
+    """Make both pairs appear that lie ready under their temporary names (`IndexedDatasetWriter.prepare`), and the meta.json.
+
+    That file, which vouches for the pairs, goes first and comes last.  A call that was killed can be made again.
+    """
+    pairs = [f"{os.fspath(prefix)}_{split}" for split in SPLITS]
+    with disk_errors_explained(prefix):
+        meta_path(prefix).unlink(missing_ok=True)
+        for pair in pairs:
+            publish_pair(pair)
+        write_meta(prefix, meta)
+    for pair in pairs:
+        remove_unfinished(pair)
 
 
 def load_meta(prefix: str | os.PathLike) -> DatasetMeta | None:
@@ -130,22 +198,19 @@ def tokenizer_digest(tokenizer) -> str:
     return hashlib.sha256(json.dumps([vocabulary, probe]).encode()).hexdigest()
 
 
-def end_of_documents(prefixes: Sequence[str], tokenizer, tokenizer_source: str) -> int:
-    """The token that ends each document of all these data; data of other programs is taken to use the tokenizer's own.
-
-    For --reset_at_documents.  Raises InputError where there is none, or not the same one.
-    """
-    found = {}
-    for prefix in prefixes:
-        meta = load_meta(prefix)
-        if meta is not None and not meta.options.get("append_eod", True):
-            raise InputError(f"--reset_at_documents: {prefix} was made without a token at the end of documents; preprocess it with one")
-        found[prefix] = getattr(tokenizer, "eos_token_id", None) if meta is None else meta.eod_id
-    if None in found.values():
-        raise InputError(f"--reset_at_documents needs a token that ends documents; {tokenizer_source} names none (eos_token)")
-    if len(set(found.values())) > 1:
-        raise InputError(f"--reset_at_documents: documents end with other tokens in each of {found}; preprocess them alike")
-    return found[prefixes[0]]
+def check_documents(dataset: IndexedDataset) -> None:
+    """For --reset_at_documents: raise InputError where the index does not tell documents apart, so that a reset would do nothing good."""
+    count = dataset.num_documents
+    lengths = dataset.document_lengths(0, min(count, _LOOKED_AT))
+    if count == 1:
+        raise InputError(
+            f"--reset_at_documents: the index of {dataset.prefix} knows one document, so there is nothing to reset at; leave it out"
+        )
+    if count >= _MIN_ROWS and lengths.min() == lengths.max():
+        raise InputError(
+            f"--reset_at_documents: the {count} documents of {dataset.prefix} all have {lengths[0]} tokens; they are rows that documents "
+            "have been packed into, and nothing tells where those begin; leave it out, or preprocess the text itself"
+        )
 
 
 def check_tokenizer(meta: DatasetMeta, digest: str, where: str) -> None:

@@ -2,39 +2,58 @@
 
 One process reads and writes, the workers tokenise.  Results are taken in the order of the input and a document's split is a hash of its
 text, so the output depends neither on the number of workers nor on what else is in the input.
+
+A job that is ended goes on where it was: every second or so the tokens so far are put on the disk, and then the journal that says how
+many they are and how far the input has been read.  A restart cuts off what came after, reads the input's file of that moment again up to
+there, and writes what an unbroken run would have written.
 """
 
-import collections
-import concurrent.futures
 import contextlib
 import hashlib
-import multiprocessing
+import itertools
+import json
 import os
-import signal
-import sys
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
-import tokenizers
-import tqdm
 
-from megahedge.data.documents import BadRecord, Chunk, Source, find_sources, record_text
-from megahedge.data.indexed_dataset import IndexedDatasetWriter, bin_path, idx_path, token_dtype
-from megahedge.data.meta import SPLITS, DatasetMeta, SplitMeta, meta_path, tokenizer_digest, write_meta
-from megahedge.data.tokenizer import load_tokenizer
+from megahedge.data.encoding import Encoded, EncoderSettings, encode_in_order
+from megahedge.data.indexed_dataset import (
+    IndexedDatasetWriter,
+    bin_path,
+    idx_path,
+    remove_unfinished,
+    sizes_path,
+    token_dtype,
+)
+from megahedge.data.journal import Journal
+from megahedge.data.meta import (
+    COUNTS,
+    SPLITS,
+    DatasetMeta,
+    SplitMeta,
+    describe,
+    meta_path,
+    publish_dataset,
+    tokenizer_digest,
+    tokens_per_document,
+)
+from megahedge.data.progress import PreprocessProgress
+from megahedge.data.sources import Reading, Source, find_sources
+from megahedge.data.tokenizer import SentencePieceTokenizer, load_tokenizer
 from megahedge.utils.errors import InputError
-from megahedge.utils.files import check_output, disk_errors_explained
+from megahedge.utils.files import check_output, file_lock
 from megahedge.utils.logging import get_logger
 from megahedge.utils.units import format_count, format_seconds
 
-_CHUNKS_IN_FLIGHT = 4  # per worker; with chunks of a megabyte this bounds the memory
-_PROGRESS_SECONDS = 10
-_CONTENT_OPTIONS = ("tokenizer_revision", "text_key", "val_fraction", "seed", "append_eod", "on_bad_line")
+_CONTENT_OPTIONS = ("tokenizer_revision", "text_key", "document_separator", "val_fraction", "seed", "append_eod", "on_bad_line")
+_FORMAT = 1  # of chunks and journal: a change makes unfinished work of older versions unusable
+_COMMIT_SECONDS = 1.0
+_COMMIT_SHARE = 0.05
+"""Of the time, at most, that goes into commits."""
 
 logger = get_logger(__name__)
 
@@ -45,14 +64,19 @@ class PreprocessConfig:
 
     output_prefix: str
     """Where the dataset goes: PREFIX_train.bin/.idx, PREFIX_val.bin/.idx and PREFIX.meta.json"""
-    tokenizer: str
+    tokenizer: str | None = None
     """Folder or hub name of the model whose tokenizer is used; it must be that of the teacher"""
+    sentencepiece: str | None = None
+    """Instead of --tokenizer: a SentencePiece model file, such as the teacher's tokenizer.model"""
     input: tuple[str, ...] = ("Skylion007/openwebtext",)
-    """Text: .jsonl or .jsonl.gz files, globs, folders of them, a folder saved by `datasets`, or the name of a hub dataset"""
+    """Text: files of JSON lines, plain text (.txt), parquet or tar archives, also compressed (.gz, .bz2, .xz, .zst); globs and folders of
+    them; a folder saved by `datasets`; or the name of a hub dataset"""
     tokenizer_revision: str | None = None
     """Commit, tag or branch of a tokenizer on the hub"""
     text_key: str = "text"
-    """Key (column) of a record that holds the document's text"""
+    """Key (column) of a record that holds the document's text; dots lead into nested records"""
+    document_separator: str | None = None
+    """Line that stands between the documents of a .txt file; without it each such file is one document"""
     val_fraction: float = 0.0005
     """Share of the documents that go to the validation pair, chosen by a hash of their text (0 to 1)"""
     seed: int = 1234
@@ -64,7 +88,7 @@ class PreprocessConfig:
     workers: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     """Processes that tokenise; the output does not depend on it"""
     overwrite: bool = False
-    """Replace an existing dataset at this prefix"""
+    """Replace an existing dataset at this prefix, and unfinished work there that was begun with other options"""
 
     def __post_init__(self):
         if not 0 <= self.val_fraction <= 1:
@@ -77,278 +101,264 @@ class PreprocessConfig:
             raise InputError(f"--seed={self.seed} must lie between 0 and 2^64 - 1")
         if os.path.basename(self.output_prefix) in ("", ".", ".."):
             raise InputError(f"--output_prefix={self.output_prefix!r} must end in a name, such as data/openwebtext")
+        if (self.tokenizer is None) == (self.sentencepiece is None):
+            raise InputError("give one of --tokenizer FOLDER_OR_NAME and --sentencepiece FILE")
+        if self.document_separator is not None and ("\n" in self.document_separator or not self.document_separator):
+            raise InputError(f"--document_separator={self.document_separator!r} must be one line, and not an empty one")
 
-
-@dataclass(frozen=True)
-class _EncoderSettings:
-    """What a worker needs; plain values, so that it starts without importing transformers."""
-
-    tokenizer_json: str
-    dtype: np.dtype
-    eod_id: int | None
-    """Appended to each document unless None."""
-    text_key: str
-    on_bad_line: str
-    seed: int
-    val_fraction: float
-
-
-@dataclass(frozen=True)
-class _Encoded:
-    """A chunk's documents as tokens, in order."""
-
-    tokens: np.ndarray
-    sizes: np.ndarray  # int32 [documents]
-    text_bytes: np.ndarray  # int64 [documents]
-    words: np.ndarray  # int64 [documents]
-    in_val: np.ndarray  # bool [documents]
-    skipped: collections.Counter
+    @property
+    def prefixes(self) -> dict[str, str]:
+        """Of each split's pair."""
+        return {split: f"{self.output_prefix}_{split}" for split in SPLITS}
 
 
 def preprocess(config: PreprocessConfig) -> DatasetMeta:
     """Tokenise `config.input` into `config.output_prefix`; returns what meta.json then says.
 
-    Raises InputError for bad input, an existing output, a worker that died, or input without a document, and RunError for a full disk;
-    then no output appears.
+    Raises InputError for bad input, an existing output or input without a document, and RunError for a full disk or a worker that died;
+    then no output appears, and the same command goes on from what was done.
     """
-    _check_output(config)
-    sources = find_sources(config.input)
-    tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision, option="tokenizer")
-    largest_id = max(tokenizer.get_vocab().values())
-    settings = _encoder_settings(config, tokenizer, largest_id)
-    started = time.monotonic()
-    with contextlib.ExitStack() as stack:
-        prefixes = {split: f"{config.output_prefix}_{split}" for split in SPLITS}
-        writers = {split: stack.enter_context(IndexedDatasetWriter(prefix, settings.dtype)) for split, prefix in prefixes.items()}
-        _check_output(config)  # again: another process may have finished the dataset before the writers took their locks
-        totals = _Totals(writers)
-        progress = stack.enter_context(_Progress(sources))
-        encoded = stack.enter_context(contextlib.closing(_encode_in_order(sources, settings, config.workers)))
-        for chunk, result in encoded:
-            totals.add(result)
-            progress.update(chunk, result)
-        if totals.num_documents == 0:
-            skipped = ", ".join(f"{count} {reason}" for reason, count in totals.skipped.items()) or "no records"
-            raise InputError(f"no document in --input {' '.join(config.input)} ({skipped})")
-        meta = DatasetMeta(
-            tokenizer_digest=tokenizer_digest(tokenizer),
-            tokenizer_name=config.tokenizer,
-            vocab_size=largest_id + 1,
-            eod_id=_eod_id(tokenizer, config.tokenizer),
-            splits=totals.split_metas(),
-            skipped=dict(sorted(totals.skipped.items())),
-            source=[source.record() for source in sources],
-            options={name: getattr(config, name) for name in _CONTENT_OPTIONS},
-        )
-        _publish(config.output_prefix, writers, meta)
+    _check_places(config, overwrite=True)  # before the tokenizer is loaded and the input listed, which may take a while
+    with _locked(config):
+        tokenizer = _load_tokenizer(config)
+        sources = find_sources(config.input)
+        started = time.monotonic()
+        job = _Job(config, tokenizer, sources)
+        meta = job.run()
     _report(config.output_prefix, meta, time.monotonic() - started)
     return meta
 
 
-def _check_output(config: PreprocessConfig) -> None:
-    prefixes = [f"{config.output_prefix}_{split}" for split in SPLITS]
-    paths = [path(prefix) for prefix in prefixes for path in (bin_path, idx_path)] + [meta_path(config.output_prefix)]
-    check_output("output_prefix", config.output_prefix, *paths, overwrite=config.overwrite)
+def _check_places(config: PreprocessConfig, *, overwrite: bool) -> None:
+    paths = [path(prefix) for prefix in config.prefixes.values() for path in (bin_path, idx_path)] + [meta_path(config.output_prefix)]
+    check_output("output_prefix", config.output_prefix, *paths, overwrite=overwrite)
 
 
-def _publish(prefix: str, writers: dict[str, IndexedDatasetWriter], meta: DatasetMeta) -> None:
-    """Make the dataset appear: meta.json, which vouches for both pairs, goes first and comes last."""
-    meta_path(prefix).unlink(missing_ok=True)
-    for writer in writers.values():
-        writer.finish()
-    with disk_errors_explained(meta_path(prefix)):
-        write_meta(prefix, meta)
+@contextlib.contextmanager
+def _locked(config: PreprocessConfig) -> Iterator[None]:
+    """Keep a second command away from this prefix, finished or not."""
+    prefix = Path(config.output_prefix)
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(file_lock(prefix.with_name(f".{prefix.name}.lock"), blocking=False, remove=True))
+        except BlockingIOError:
+            raise InputError(f"another process is writing {prefix}; wait for it or choose another --output_prefix") from None
+        except OSError as error:
+            raise InputError(f"--output_prefix={prefix} cannot be written: {error.strerror}") from None
+        yield
 
 
-def _eod_id(tokenizer, name: str) -> int:
+def _load_tokenizer(config: PreprocessConfig):
+    if config.sentencepiece is not None:
+        tokenizer, name = SentencePieceTokenizer(config.sentencepiece), f"--sentencepiece={config.sentencepiece}"
+    else:
+        tokenizer, name = load_tokenizer(config.tokenizer, config.tokenizer_revision, option="tokenizer"), f"--tokenizer={config.tokenizer}"
     if tokenizer.eos_token_id is None:
-        raise InputError(f"--tokenizer={name} has no end-of-text token (eos_token)")
-    return tokenizer.eos_token_id
+        raise InputError(f"{name} has no end-of-text token (eos_token)")
+    return tokenizer
 
 
-def _encoder_settings(config: PreprocessConfig, tokenizer, largest_id: int) -> _EncoderSettings:
-    eod_id = _eod_id(tokenizer, config.tokenizer)
-    return _EncoderSettings(
-        tokenizer_json=tokenizer.backend_tokenizer.to_str(),
-        dtype=token_dtype(largest_id),
-        eod_id=eod_id if config.append_eod else None,
-        text_key=config.text_key,
-        on_bad_line=config.on_bad_line,
-        seed=config.seed,
-        val_fraction=config.val_fraction,
-    )
+class _Job:
+    """One dataset to make, from wherever an earlier start has left it."""
 
+    def __init__(self, config: PreprocessConfig, tokenizer, sources: list[Source]):
+        self._config = config
+        self._sources = sources
+        self._digest = tokenizer_digest(tokenizer)
+        self._largest_id = max(tokenizer.get_vocab().values())
+        self._settings = EncoderSettings(
+            tokenizer_json=None if config.sentencepiece else tokenizer.backend_tokenizer.to_str(),
+            sentencepiece=config.sentencepiece,
+            dtype=token_dtype(self._largest_id),
+            eod_id=tokenizer.eos_token_id,
+            append_eod=config.append_eod,
+            text_key=config.text_key,
+            on_bad_line=config.on_bad_line,
+            seed=config.seed,
+            val_fraction=config.val_fraction,
+        )
+        prefix = Path(config.output_prefix)
+        self._journal = Journal(prefix.with_name(f".{prefix.name}.unfinished.json"), self._task())
 
-class _Encoder:
-    """Turns a chunk of records into tokens, one in each worker."""
+    def run(self) -> DatasetMeta:
+        """The dataset's meta, once it is there."""
+        state = self._unfinished()
+        if state is not None and state["meta"] is not None:
+            return self._publish(_meta_of(state["meta"]))
+        _check_places(self._config, overwrite=self._config.overwrite)
+        totals = _Totals() if state is None else _Totals(**state["totals"])
+        if state is not None:
+            logger.info("going on after %d documents of an unfinished run", totals.num_documents)
+        try:
+            with contextlib.ExitStack() as stack:
+                writers = {}
+                for split, prefix in self._config.prefixes.items():
+                    written = None if state is None else totals.written(split)
+                    writers[split] = stack.enter_context(IndexedDatasetWriter(prefix, self._settings.dtype, resume_at=written))
+                self._encode(writers, totals)
+                meta = self._finish(writers, totals)
+        except BaseException:
+            if self._journal.path.exists():
+                logger.info("what was done so far is kept; the same command goes on from there")
+            raise
+        return self._publish(meta)
 
-    def __init__(self, settings: _EncoderSettings):
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one worker is one thread
-        self._settings = settings
-        self._tokenizer = tokenizers.Tokenizer.from_str(settings.tokenizer_json)
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._hash_key = settings.seed.to_bytes(8, "little")
-        self._val_limit = round(settings.val_fraction * 2**64)
+    def _finish(self, writers: dict[str, IndexedDatasetWriter], totals: "_Totals") -> DatasetMeta:
+        """Write what is left to write; from here on there is nothing to do but rename."""
+        if totals.num_documents == 0:
+            skipped = ", ".join(f"{count} {reason}" for reason, count in totals.skipped.items()) or "no records"
+            raise InputError(f"no document in --input {' '.join(self._config.input)} ({skipped})")
+        for writer in writers.values():
+            writer.prepare()
+            writer.commit()
+        meta = self._meta(totals)
+        self._journal.save({"totals": asdict(totals), "meta": asdict(meta)})
+        return meta
 
-    def encode(self, chunk: Chunk) -> _Encoded:
-        """Tokens of every document in the chunk.  Raises InputError with `file:line` for a bad record unless they are skipped."""
-        texts, skipped = self._texts(chunk)
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        end = [] if self._settings.eod_id is None else [self._settings.eod_id]
-        rows = [np.array(encoding.ids + end, self._settings.dtype) for encoding in encodings]
-        kept = [index for index, row in enumerate(rows) if len(row)]  # a tokenizer may make nothing of a text, and a document has a token
-        skipped["no_tokens"] += len(rows) - len(kept)
-        texts, rows = [texts[index] for index in kept], [rows[index] for index in kept]
-        utf8 = [text.encode() for text in texts]
-        return _Encoded(
-            tokens=np.concatenate([np.empty(0, self._settings.dtype), *rows]),
-            sizes=np.array([len(row) for row in rows], np.int32),
-            text_bytes=np.array([len(text) for text in utf8], np.int64),
-            words=np.array([len(text.split()) for text in texts], np.int64),
-            in_val=np.array([self._in_val(text) for text in utf8], bool),
-            skipped=+skipped,
+    def _task(self) -> dict:
+        """What decides the result, by the names that a user knows; of the inputs what can be known without reading them."""
+        config = self._config
+        identities = json.dumps([source.identity() for source in self._sources])
+        sizes = [source.size for source in self._sources if source.size is not None]
+        inputs = f"{len(self._sources)} sources of {sum(sizes)} bytes ({hashlib.sha256(identities.encode()).hexdigest()[:12]})"
+        options = {f"--{name}": getattr(config, name) for name in _CONTENT_OPTIONS}
+        return {"--input": inputs, "tokenizer": self._digest, **options, "format": _FORMAT}
+
+    def _unfinished(self) -> dict | None:
+        """Where an earlier start has got to; None begins anew."""
+        if self._settings.on_bad_line == "skip" and (state := self._without_bad_lines()) is not None:
+            return state
+        try:
+            return self._journal.load()
+        except InputError:
+            if not self._config.overwrite:
+                raise
+            logger.warning("--overwrite: unfinished work that was begun otherwise is thrown away")
+            for prefix in self._config.prefixes.values():
+                remove_unfinished(prefix)
+            self._journal.remove()
+            return None
+
+    def _without_bad_lines(self) -> dict | None:
+        """Where a start with --on_bad_line error has got to: it has met none so far, so that skipping goes on from there."""
+        try:
+            return Journal(self._journal.path, self._journal.task | {"--on_bad_line": "error"}).load()
+        except InputError:
+            return None
+
+    def _encode(self, writers: dict[str, IndexedDatasetWriter], totals: "_Totals") -> None:
+        """Read what is left of the input into the writers, and commit now and then."""
+        with contextlib.ExitStack() as stack:
+            progress = stack.enter_context(PreprocessProgress(self._sources, totals.source))
+            chunks = stack.enter_context(contextlib.closing(self._chunks(totals.source, totals.chunks)))
+            encoded = stack.enter_context(contextlib.closing(encode_in_order(chunks, self._settings, self._config.workers)))
+            due = time.monotonic() + _COMMIT_SECONDS
+            for chunk, result in encoded:
+                totals.add(chunk.source, self._sources, result)
+                for split, part in result.parts.items():
+                    writers[split].add_documents(part.tokens, part.sizes)
+                progress.update(chunk, result)
+                if time.monotonic() >= due:
+                    started = time.monotonic()
+                    for writer in writers.values():
+                        writer.commit()
+                    self._journal.save({"totals": asdict(totals), "meta": None})
+                    took = time.monotonic() - started
+                    due = time.monotonic() + max(_COMMIT_SECONDS, took / _COMMIT_SHARE)
+        totals.finish(self._sources)
+
+    def _chunks(self, first_source: int, skip: int):
+        reading = Reading(self._config.text_key, self._config.document_separator)
+        for number, source in enumerate(self._sources[first_source:], first_source):
+            with contextlib.closing(source.chunks(reading)) as chunks:
+                yield from itertools.islice(chunks, skip if number == first_source else 0, None)
+
+    def _meta(self, totals: "_Totals") -> DatasetMeta:
+        splits = {}
+        for split, prefix in self._config.prefixes.items():
+            sizes = np.memmap(sizes_path(prefix), "<i4", "r") if totals.splits[split]["documents"] else np.empty(0, np.int32)
+            splits[split] = SplitMeta(**totals.splits[split], tokens_per_document=tokens_per_document(sizes))
+        return DatasetMeta(
+            tokenizer_digest=self._digest,
+            tokenizer_name=self._config.tokenizer or self._config.sentencepiece,
+            vocab_size=self._largest_id + 1,
+            eod_id=self._settings.eod_id,
+            splits=splits,
+            skipped=dict(sorted(totals.skipped.items())),
+            source=totals.inputs,
+            options={name: getattr(self._config, name) for name in _CONTENT_OPTIONS},
         )
 
-    def _texts(self, chunk: Chunk) -> tuple[list[str], collections.Counter]:
-        texts, skipped = [], collections.Counter()
-        for index, record in enumerate(chunk.records):
-            try:
-                texts.append(record_text(record, self._settings.text_key))
-            except BadRecord as bad:
-                if bad.reason != "empty" and self._settings.on_bad_line == "error":
-                    raise InputError(f"{chunk.where(index)}: {bad} (--on_bad_line skip leaves such records out)") from None
-                skipped[bad.reason] += 1
-        return texts, skipped
-
-    def _in_val(self, utf8: bytes) -> bool:
-        """By the text alone: more data never moves a document, and copies of a document share a side."""
-        digest = hashlib.blake2b(utf8, digest_size=8, key=self._hash_key).digest()
-        return int.from_bytes(digest, "little") < self._val_limit
+    def _publish(self, meta: DatasetMeta) -> DatasetMeta:
+        """Make the dataset appear, and forget how it was made."""
+        publish_dataset(self._config.output_prefix, meta)
+        self._journal.remove()
+        return meta
 
 
-_worker_encoder: _Encoder | None = None
+def _meta_of(values: dict) -> DatasetMeta:
+    return DatasetMeta(**(values | {"splits": {name: SplitMeta(**counts) for name, counts in values["splits"].items()}}))
 
 
-def _start_worker(settings: _EncoderSettings) -> None:
-    global _worker_encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C reaches every process of the terminal; the parent ends the workers
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    _worker_encoder = _Encoder(settings)
-
-
-def _exit_with_parent() -> None:
-    """A parent that is killed cannot end its workers, and a worker that waits for work would wait for ever."""
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
-def _encode_chunk(chunk: Chunk) -> _Encoded:
-    return _worker_encoder.encode(chunk)
-
-
-def _encode_in_order(sources: list[Source], settings: _EncoderSettings, workers: int) -> Iterator[tuple[Chunk, _Encoded]]:
-    """Each chunk with its tokens, in the order of the input, at most `_CHUNKS_IN_FLIGHT` chunks a worker ahead of the consumer."""
-    if workers == 1:
-        encoder = _Encoder(settings)
-        for source in sources:
-            yield from ((chunk, encoder.encode(chunk)) for chunk in source.chunks(settings.text_key))
-        return
-    context = multiprocessing.get_context("spawn")
-    executor = concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (settings,))
-    in_flight = collections.deque()
-    try:
-        for source in sources:
-            for chunk in source.chunks(settings.text_key):
-                in_flight.append((chunk, executor.submit(_encode_chunk, chunk)))
-                if len(in_flight) >= workers * _CHUNKS_IN_FLIGHT:
-                    yield _take(in_flight)
-        while in_flight:
-            yield _take(in_flight)
-    except BrokenProcessPool:
-        reading = in_flight[0][0].source if in_flight else sources[-1].name
-        raise InputError(f"a worker process died on {reading}: killed, or out of memory (then use fewer --workers)") from None
-    finally:
-        executor.shutdown(wait=True, cancel_futures=True)
-
-
-def _take(in_flight: collections.deque) -> tuple[Chunk, _Encoded]:
-    chunk, future = in_flight[0]
-    result = future.result()
-    in_flight.popleft()
-    return chunk, result
-
-
+@dataclass
 class _Totals:
-    """Writes encoded chunks to their pairs and counts."""
+    """How far the input has been read, and what was counted; plain values, which the journal keeps."""
 
-    def __init__(self, writers: dict[str, IndexedDatasetWriter]):
-        self._writers = writers
-        self._text_bytes = collections.Counter()
-        self._words = collections.Counter()
-        self.skipped = collections.Counter()
+    source: int = 0
+    """Number of the source that is being read."""
+    chunks: int = 0
+    """Of it, that have been written."""
+    inputs: list[dict] = field(default_factory=list)
+    """What meta.json says of each word of --input whose sources have been read to their ends."""
+    words: list[str] = field(default_factory=list)
+    """Those words."""
+    skipped: dict[str, int] = field(default_factory=dict)
+    splits: dict[str, dict[str, int]] = field(default_factory=lambda: {split: dict.fromkeys(COUNTS, 0) for split in SPLITS})
 
     @property
     def num_documents(self) -> int:
-        """Documents written to either pair."""
-        return sum(writer.num_documents for writer in self._writers.values())
+        """Documents of all splits."""
+        return sum(counts["documents"] for counts in self.splits.values())
 
-    def add(self, result: _Encoded) -> None:
-        """Write a chunk's documents to the pair that each belongs to."""
-        self.skipped.update(result.skipped)
-        token_in_val = np.repeat(result.in_val, result.sizes)
-        for split, documents, tokens in (("train", ~result.in_val, ~token_in_val), ("val", result.in_val, token_in_val)):
-            self._writers[split].add_documents(result.tokens[tokens], result.sizes[documents])
-            self._text_bytes[split] += int(result.text_bytes[documents].sum())
-            self._words[split] += int(result.words[documents].sum())
+    def written(self, split: str) -> tuple[int, int]:
+        """Documents and tokens of one split."""
+        return self.splits[split]["documents"], self.splits[split]["tokens"]
 
-    def split_metas(self) -> dict[str, SplitMeta]:
-        """Counts by split."""
-        return {
-            split: SplitMeta(writer.num_documents, writer.num_tokens, self._text_bytes[split], self._words[split])
-            for split, writer in self._writers.items()
-        }
+    def add(self, source: str, sources: list[Source], result: Encoded) -> None:
+        """Count one chunk of a source; those before it have come to their end."""
+        while sources[self.source].name != source:
+            self._add_record(sources[self.source])
+        self.chunks += 1
+        for reason, count in result.skipped.items():
+            self.skipped[reason] = self.skipped.get(reason, 0) + count
+        for split, part in result.parts.items():
+            found = (len(part.sizes), len(part.tokens), part.text_bytes, part.words, part.eod_tokens)
+            for name, count in zip(COUNTS, found, strict=True):
+                self.splits[split][name] += count
 
+    def finish(self, sources: list[Source]) -> None:
+        """All sources have come to their end."""
+        while self.source < len(sources):
+            self._add_record(sources[self.source])
 
-class _Progress:
-    """A bar on a terminal, a line every ten seconds elsewhere: documents/s, tokens/s, MB/s of text."""
-
-    def __init__(self, sources: list[Source]):
-        self._num_sources = len(sources)
-        self._names = {}
-        self._documents = self._tokens = self._bytes = 0
-        self._started = self._last_line = time.monotonic()
-        self._bar = tqdm.tqdm(unit="doc", unit_scale=True, dynamic_ncols=True) if sys.stderr.isatty() else None
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def update(self, chunk: Chunk, result: _Encoded) -> None:
-        """Count one chunk and show it."""
-        self._names[chunk.source] = len(self._names) + 1 if chunk.source not in self._names else self._names[chunk.source]
-        self._documents += len(result.sizes)
-        self._tokens += len(result.tokens)
-        self._bytes += chunk.num_bytes
-        now = time.monotonic()
-        seconds = max(now - self._started, 1e-9)
-        rates = f"{format_count(self._tokens / seconds)} tokens/s, {self._bytes / seconds / 1e6:.1f} MB/s"
-        where = f"{Path(chunk.source).name} ({self._names[chunk.source]} of {self._num_sources})"
-        if self._bar is not None:
-            self._bar.set_postfix_str(f"{rates}, {where}", refresh=False)
-            self._bar.update(len(result.sizes))
-        elif now - self._last_line >= _PROGRESS_SECONDS:
-            self._last_line = now
-            counts = f"{self._documents} documents, {format_count(self._tokens)} tokens"
-            logger.info("%s: %s; %.0f documents/s, %s", where, counts, self._documents / seconds, rates)
+    def _add_record(self, source: Source) -> None:
+        """Note what was read; of several files that one word stands for, their number, their bytes and a digest of their digests."""
+        record = source.record()
+        if self.words[-1:] == [source.given]:
+            before = self.inputs[-1]
+            digests = " ".join(str(part.get("sha256", part.get("fingerprint"))) for part in (before, record))
+            chained = hashlib.sha256(f"{digests} {record['name']}".encode()).hexdigest()
+            files, size = before.get("files", 1) + 1, before.get("bytes", 0) + record.get("bytes", 0)
+            self.inputs[-1] = {"name": Path(source.given.split("=", 1)[1]).name, "files": files, "bytes": size, "sha256": chained}
+        else:
+            self.inputs.append(record)
+            self.words.append(source.given)
+        self.source, self.chunks = self.source + 1, 0
 
 
 def _report(prefix: str, meta: DatasetMeta, seconds: float) -> None:
     for split, counts in meta.splits.items():
-        logger.info("%s_%s: %d documents, %d tokens", prefix, split, counts.documents, counts.tokens)
+        logger.info("%s_%s: %s", prefix, split, describe(counts))
     if meta.skipped:
         logger.info("left out: %s", ", ".join(f"{count} {reason}" for reason, count in meta.skipped.items()))
     for split, counts in meta.splits.items():

@@ -10,6 +10,7 @@ Nothing depends on the length of the run, so a longer budget keeps the order of 
 
 import functools
 import hashlib
+import itertools
 import logging
 import os
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
 _MIN_CACHED_ENTRIES = 1 << 17  # smaller arrays are rebuilt in milliseconds; a tiny corpus has thousands of epochs
 _EPOCHS_IN_MEMORY = 4
+_BLOCK = 1 << 16  # hashed at a time, so that they stay in the processor's cache
 
 logger = get_logger(__name__)
 
@@ -35,18 +37,46 @@ def permutation(length: int, seed: int, epoch: int, purpose: int) -> np.ndarray:
     """int64 [length]: a permutation keyed by (seed, epoch, purpose), the same under every version of numpy.
 
     The indices are sorted by their place in the splitmix64 sequence (Steele, Lea, Flood 2014) that starts at the hashed key.
+    In memory it takes no more than its result: an index stands in the low bits of its hash while that is sorted.
     """
     key = 0
     for part in (seed, epoch, purpose):
         key = int(_splitmix64(np.array([(key + part + 1) & _WORD], np.uint64))[0])
-    hashes = np.arange(1, length + 1, dtype=np.uint64)
+    bits = max(1, (length - 1).bit_length())
+    low = np.uint64((1 << bits) - 1)
+    packed = np.empty(length, np.uint64)
+    for first in range(0, length, _BLOCK):
+        indices = np.arange(first, min(first + _BLOCK, length), dtype=np.uint64)
+        packed[first : first + _BLOCK] = (_hashes(indices, key) & ~low) | indices
+    packed.sort()
+    _order_ties(packed, low, key)
+    packed &= low
+    return packed.view(np.int64)
+
+
+def _order_ties(packed: np.ndarray, low: np.uint64, key: int) -> None:
+    """Put entries of equal high bits into the order of their whole hashes, which are distinct."""
+    tied = np.zeros(len(packed), bool)
+    for first in range(0, len(packed) - 1, _BLOCK):
+        part = packed[first : first + _BLOCK + 1]
+        equal = (part[1:] ^ part[:-1]) <= low
+        tied[first : first + len(equal)] |= equal
+        tied[first + 1 : first + 1 + len(equal)] |= equal
+    if tied.any():
+        found = packed[tied]
+        packed[tied] = found[np.lexsort((_hashes(found & low, key), found & ~low))]
+
+
+def _hashes(indices: np.ndarray, key: int) -> np.ndarray:
+    """Of indices, uint64; arithmetic is modulo 2^64."""
+    hashes = indices + np.uint64(1)
     hashes *= np.uint64(_GOLDEN)
     hashes += np.uint64(key)
-    return np.argsort(_splitmix64(hashes), kind="stable")
+    return _splitmix64(hashes)
 
 
 def _splitmix64(x: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64 on uint64, in place; arithmetic is modulo 2^64, and distinct inputs have distinct outputs."""
+    """The finaliser of splitmix64 on uint64, in place; distinct inputs have distinct outputs."""
     x ^= x >> np.uint64(30)
     x *= np.uint64(0xBF58476D1CE4E5B9)
     x ^= x >> np.uint64(27)
@@ -128,9 +158,14 @@ class SampleIndex:
 
     def read(self, position: int) -> np.ndarray:
         """int64 [seq_len + 1]: the tokens of the sample at `position`."""
-        starts = self.dataset.document_starts
-        parts = [self.dataset.read(int(starts[piece.document]) + piece.start, piece.count) for piece in self.pieces(position)]
+        dataset = self.dataset
+        parts = [dataset.read(dataset.document_start(piece.document) + piece.start, piece.count) for piece in self.pieces(position)]
         return np.concatenate(parts, dtype=np.int64)
+
+    def documents_begin(self, position: int) -> list[int]:
+        """Places in the sample at `position`, from 1 on, at which a document begins."""
+        ends = itertools.accumulate(piece.count for piece in self.pieces(position))
+        return list(ends)[:-1]
 
     def _load_document_order(self, epoch: int) -> _DocumentOrder:
         documents = self._cache.get(
@@ -155,9 +190,12 @@ class SampleIndex:
 
 
 def _permuted_starts(dataset: IndexedDataset, documents: np.ndarray) -> np.ndarray:
+    """int64 [num_documents + 1]: where each document begins when they follow one another in this order, then their sum."""
     starts = np.zeros(len(documents) + 1, np.int64)
-    np.cumsum(np.diff(dataset.document_starts)[documents], out=starts[1:])
-    return starts
+    for first in range(0, len(documents), _BLOCK):
+        part = documents[first : first + _BLOCK]
+        starts[first + 1 : first + 1 + len(part)] = dataset.lengths_of(part)
+    return np.cumsum(starts, out=starts)
 
 
 class _ArrayCache:

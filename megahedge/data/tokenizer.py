@@ -1,6 +1,7 @@
 """Finding the tokenizer of a model."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from megahedge.utils.errors import InputError
@@ -47,3 +48,42 @@ def _check_folder(folder: Path, given: str) -> None:
     for path in (folder / name for name in _JSON_FILES):
         if path.is_file():
             read_json_object(path)
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model file, with as much of a Hugging Face tokenizer's interface as preprocessing asks for.
+
+    Raises InputError where the package is missing or the file is no such model.
+    """
+
+    def __init__(self, path: str, option: str = "sentencepiece"):
+        try:
+            import sentencepiece
+        except ImportError as error:
+            raise InputError(f"--{option}={path} needs the package sentencepiece ({error}); pip install megahedge[sentencepiece]") from None
+        try:
+            self.model = Path(path).read_bytes()
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=self.model)
+        except OSError as error:
+            raise InputError(f"--{option}={path} cannot be read: {error.strerror}") from None
+        except Exception as error:  # what the library makes of other files
+            raise InputError(f"--{option}={path} is no SentencePiece model ({' '.join(str(error).split())})") from None
+        end = self._processor.eos_id()
+        self.eos_token_id = end if end >= 0 else None
+
+    def get_vocab(self) -> dict[str, int]:
+        """Ids by piece."""
+        return {self._processor.id_to_piece(index): index for index in range(self._processor.get_piece_size())}
+
+    def __call__(self, text: str, add_special_tokens: bool = False) -> dict[str, list[int]]:
+        """Ids of a text, without those that mark its ends."""
+        assert not add_special_tokens
+        return {"input_ids": self.encode_batch([text])[0]}
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text."""
+        return self._processor.encode(list(texts), out_type=int, num_threads=1)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some ids."""
+        return self._processor.decode([int(index) for index in ids])

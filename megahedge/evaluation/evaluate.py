@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from megahedge.data.loader import Batch, ValidationData
-from megahedge.data.meta import DatasetMeta, check_tokenizer, dataset_digest, end_of_documents, find_split, load_meta, tokenizer_digest
+from megahedge.data.meta import DatasetMeta, check_documents, check_tokenizer, dataset_digest, find_split, load_meta, tokenizer_digest
 from megahedge.data.tokenizer import load_tokenizer
 from megahedge.evaluation import lm_eval
 from megahedge.evaluation.context_probe import ContextProbe, probe_context
@@ -100,8 +100,11 @@ def _evaluate_model(options: EvaluateOptions, model: OpenModel, data: str | None
 def _measure(evaluation: Evaluation, model: OpenModel, prefix: str, device: torch.device) -> Evaluation:
     """The evaluation with what the model makes of the pair `prefix`."""
     options, meta = evaluation.options, load_meta(prefix)
-    eod_id = end_of_documents([prefix], model.tokenizer, str(model.source.path)) if options.reset_at_documents else None
-    data = ValidationData(prefix, options.seq_len, options.eval_tokens, model.vocab_size, eod_id)
+    data = ValidationData(
+        prefix, options.seq_len, options.eval_tokens, model.vocab_size, mark_documents=options.reset_at_documents, mmap=options.mmap
+    )
+    if options.reset_at_documents:
+        check_documents(data.dataset)
     tokenizer = model.tokenizer or _tokenizer_of(meta)
     text = None
     if tokenizer is not None:  # token 0 has no prediction, so tokens 1 … num_scored_tokens are the scored ones
@@ -144,6 +147,6 @@ def _shown(batches: Iterable[Batch], total: int, description: str) -> Iterator[B
 
 
 def _probe(options: EvaluateOptions, model: OpenModel, prefix: str, device: torch.device) -> ContextProbe:
-    data = ValidationData(prefix, options.seq_len, options.probe_windows * options.seq_len, model.vocab_size)
+    data = ValidationData(prefix, options.seq_len, options.probe_windows * options.seq_len, model.vocab_size, mmap=options.mmap)
     batches = _shown(data.micro_batches(options.micro_batch_size), data.num_scored_tokens, "context probe")
     return probe_context(model.token_losses, batches, options.seed, device)

@@ -29,6 +29,8 @@ class EvaluateOptions:
     """Tokens per window; windows do not overlap, and the model sees nothing before its window."""
     reset_at_documents: bool = False
     """Documents of a window do not see each other, as in a run with that option."""
+    mmap: bool = True
+    """Map the data files into memory; --no_mmap reads them, for file systems on which mapped files are slow."""
     eval_tokens: Count | None = None
     """Score the first so many tokens only; all of the split by default."""
     micro_batch_size: int = 4

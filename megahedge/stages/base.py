@@ -18,7 +18,7 @@ from megahedge.config.published import known_gpu
 from megahedge.data.blending import parse_data_path
 from megahedge.data.indexed_dataset import IndexedDataset
 from megahedge.data.loader import BatchLoader, TrainingData, ValidationData
-from megahedge.data.meta import check_tokenizer, dataset_digest, end_of_documents, find_split, load_meta, tokenizer_digest
+from megahedge.data.meta import check_documents, check_tokenizer, dataset_digest, eod_density, find_split, load_meta, tokenizer_digest
 from megahedge.evaluation.perplexity import Perplexity, measure_perplexity
 from megahedge.models.hf_weights import PretrainedWeights, weights_digest
 from megahedge.models.language_model import LanguageModel
@@ -101,7 +101,7 @@ class Plan:
     source: Checkpoint | None = None
     """Checkpoint of the stage before, from which the run starts."""
     eod_id: int | None = None
-    """The token that ends a document, where documents are kept apart."""
+    """The tokenizer's token that ends a document, if it has one."""
 
 
 def plan_run(
@@ -131,12 +131,19 @@ def plan_run(
     batches = plan_batches(options, max(1, dp_size))
     ds_config = merge_ds_config(load_ds_config(options.ds_config), options, batches)
     digest = _check_data(options, model, tokenizer, tokenizer_source)
-    eod_id = end_of_documents(_corpora(options), tokenizer, tokenizer_source) if options.reset_at_documents else None
-    validation = ValidationData(_find_validation(options), options.seq_len, options.eval_tokens, model.vocab_size, eod_id)
-    data = TrainingData(options.data_path, options.seq_len, options.seed)
+    mark, mmap = options.reset_at_documents, options.mmap
+    validation = ValidationData(
+        _find_validation(options), options.seq_len, options.eval_tokens, model.vocab_size, mark_documents=mark, mmap=mmap
+    )
+    data = TrainingData(options.data_path, options.seq_len, options.seed, mmap=mmap)
+    if options.reset_at_documents:
+        for dataset in (validation.dataset, *(index.dataset for index in data.indices)):
+            check_documents(dataset)
     if weights is not None:
         PretrainedWeights(model, weights)  # names and shapes, from the files' headers
-    return Plan(options, run, model, batches, ds_config, data, validation, digest, tokenizer_source, weights, source, eod_id)
+    return Plan(
+        options, run, model, batches, ds_config, data, validation, digest, tokenizer_source, weights, source, tokenizer.eos_token_id
+    )
 
 
 def _find_validation(options: TrainOptions) -> str:
@@ -212,7 +219,7 @@ def _run(stage_type: type[Stage], plan: Plan, topology: Topology) -> tuple[Stage
         dp_rank=topology.dp_rank,
         dp_size=topology.dp_size,
         vocab_size=plan.model.vocab_size,
-        eod_id=plan.eod_id,
+        mark_documents=options.reset_at_documents,
     )
 
     def evaluate() -> Perplexity:
@@ -357,9 +364,9 @@ def print_header(name: str, plan: Plan, stage: Stage | None = None) -> None:
         "model": f"{model.family}, {model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads of {model.head_dim}, "
         f"vocabulary {model.vocab_size}",
         "mixer": model.mixer.describe(),
-        "data": "; ".join(_describe(index.dataset) for index in plan.data.indices),
+        "data": "; ".join(_describe(index.dataset, plan.eod_id) for index in plan.data.indices),
         "epochs": ", ".join(f"{count:.3g}" for count in plan.data.epochs(options.train_steps * options.global_batch_size)),
-        "validation": f"{_describe(plan.validation.dataset)}, {format_count(plan.validation.num_scored_tokens)} scored",
+        "validation": f"{_describe(plan.validation.dataset, plan.eod_id)}, {format_count(plan.validation.num_scored_tokens)} scored",
         "tokenizer": f"{plan.tokenizer_source} (digest {plan.tokenizer_digest[:12]})",
         "steps": f"{options.train_steps} of {options.global_batch_size} × {options.seq_len} tokens, {all_tokens} in all",
         "batch": f"micro {batches.micro_batch_size} × accumulation {batches.accumulation_steps} × dp {batches.dp_size}",
@@ -374,8 +381,10 @@ def print_header(name: str, plan: Plan, stage: Stage | None = None) -> None:
         _print_parameters(stage, options.print_trainable)
 
 
-def _describe(dataset: IndexedDataset) -> str:
-    return f"{dataset.prefix} ({format_count(dataset.num_tokens)} tokens, digest {dataset.index_digest[:12]})"
+def _describe(dataset: IndexedDataset, eod_id: int | None) -> str:
+    counts = f"{format_count(dataset.num_tokens)} tokens, {format_count(dataset.num_documents)} documents"
+    eod = "" if eod_id is None else f", EOD {eod_density(dataset, eod_id)}"
+    return f"{dataset.prefix} ({counts}{eod}, digest {dataset.index_digest[:12]})"
 
 
 def _describe_rates(options: TrainOptions, stage: Stage | None) -> str:

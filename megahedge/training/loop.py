@@ -214,6 +214,8 @@ def _log_step(job: Job, progress: Progress, result: StepResult, lr: float, speed
         "skipped": progress.step - progress.updates,
         **speed,
     }
+    if len(corpora := job.loader.data.tokens_by_corpus(progress.samples)) > 1:
+        values["tokens_by_corpus"] = corpora
     job.metrics.write("train", progress.step, values)
 
 

@@ -71,7 +71,8 @@ def test_writer_index_is_64_bit_beyond_two_gigabytes(tmp_path, monkeypatch):
     """Five documents of 2^30 tokens each, their tokens not written; index blocks of two entries."""
     monkeypatch.setattr("megahedge.data.indexed_dataset._INDEX_BLOCK", 2)
     writer = IndexedDatasetWriter(tmp_path / "x", np.int32)
-    writer._sizes.extend([2**30] * 5)
+    writer._sizes.write(np.full(5, 2**30, np.int32).data)
+    writer.num_documents = 5
     writer.finish()
     assert idx_path(tmp_path / "x").read_bytes() == reference_index(4, 4, [2**30] * 5, [0, 1, 2, 3, 4, 5])
 

@@ -1,14 +1,12 @@
 """Batches: the same samples however a run is cut up; validation scores every token once."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 from data_helpers import numbered_documents, random_lengths, write_pair
 
-from megahedge.data.loader import IGNORE_INDEX, BatchLoader, TrainingData, ValidationData, document_starts
-from megahedge.data.meta import DatasetMeta, end_of_documents, write_meta
+from megahedge.data.loader import IGNORE_INDEX, BatchLoader, TrainingData, ValidationData
+from megahedge.data.meta import check_documents
 from megahedge.utils.errors import InputError
 
 
@@ -130,36 +128,48 @@ def test_validation_without_a_token_to_score_says_what_there_is(tmp_path, docume
         ValidationData(tmp_path / "x_val", seq_len=8)
 
 
-def test_a_document_begins_after_each_end_of_one():
-    tokens = torch.tensor([[5, 0, 7, 0, 0, 3], [0, 1, 2, 3, 4, 0]])
-    assert document_starts(tokens, eod_id=0).tolist() == [
-        [False, False, True, False, True, True],
-        [False, True, False, False, False, False],
-    ]
-    assert document_starts(tokens, eod_id=None) is None
+EOD = 0
 
 
-def test_batches_say_where_documents_begin_when_asked(tmp_path):
-    write_pair(tmp_path / "x", [np.append(np.arange(1, 6), 0) for _ in range(20)])
-    training = BatchLoader(TrainingData(str(tmp_path / "x"), seq_len=16, seed=7), global_batch_size=4, micro_batch_size=2, eod_id=0)
-    validation = ValidationData(tmp_path / "x", seq_len=16, eod_id=0)
-    for batch in (*training.micro_batches(0), *validation.micro_batches(2)):
-        assert torch.equal(batch.boundaries, document_starts(batch.tokens, 0)) and batch.boundaries.any()
+def after_each_end(tokens):
+    """Where a document begins within the rows of documents that end in EOD."""
+    return torch.nn.functional.pad(tokens[:, :-1] == EOD, (1, 0))
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_batches_say_where_documents_begin_when_asked(tmp_path, mmap):
+    write_pair(tmp_path / "x", [np.append(np.arange(1, 5 + length % 4), EOD) for length in range(20)])
+    data = TrainingData(str(tmp_path / "x"), seq_len=16, seed=7, mmap=mmap)
+    training = BatchLoader(data, global_batch_size=4, micro_batch_size=2, mark_documents=True)
+    validation = ValidationData(tmp_path / "x", seq_len=16, mark_documents=True, mmap=mmap)
+    whole = [batch for batch in validation.micro_batches(2) if (batch.labels >= 0).all()]  # padding is no document
+    assert len(whole) >= 2
+    for batch in (*training.micro_batches(0), *training.micro_batches(8), *whole):
+        assert torch.equal(batch.boundaries, after_each_end(batch.tokens)) and batch.boundaries.any()
         assert [tensor.dtype for tensor in batch.inputs("cpu")] == [torch.int64, torch.int64, torch.bool]
     plain = next(iter(ValidationData(tmp_path / "x", seq_len=16).micro_batches(2)))
     assert plain.boundaries is None and len(plain.inputs("cpu")) == 2
 
 
-def test_the_token_that_ends_documents_is_asked_of_the_data_or_else_of_the_tokenizer(tmp_path):
-    tokenizer = SimpleNamespace(eos_token_id=7)
-    own, other, without, bare = (str(tmp_path / name) for name in ("own", "other", "without", "bare"))
-    for prefix, eod_id, options in ((own, 7, {}), (other, 0, {}), (without, 7, {"append_eod": False})):
-        write_meta(prefix, DatasetMeta("digest", "tokenizer", 100, eod_id, {}, options=options))
-    assert end_of_documents([own, bare], tokenizer, "T") == 7
-    assert end_of_documents([other], tokenizer, "T") == 0
-    with pytest.raises(InputError, match=r"--reset_at_documents: .*without was made without a token at the end"):
-        end_of_documents([own, without], tokenizer, "T")
-    with pytest.raises(InputError, match="--reset_at_documents: documents end with other tokens"):
-        end_of_documents([own, other], tokenizer, "T")
-    with pytest.raises(InputError, match=r"--reset_at_documents needs a token .* T names none"):
-        end_of_documents([bare], SimpleNamespace(eos_token_id=None), "T")
+def test_the_index_and_no_token_says_where_documents_begin(tmp_path):
+    """EOD inside a document begins no other, and documents may end without it."""
+    write_pair(tmp_path / "x", [[1, EOD, 2], [3, 4, 5, 6], [7, EOD], [8]])
+    (batch,) = ValidationData(tmp_path / "x", seq_len=9, mark_documents=True).micro_batches(1)
+    assert batch.boundaries[0].nonzero().flatten().tolist() == [3, 7]  # the last one's only token is a label
+
+
+def test_data_whose_index_does_not_tell_documents_apart_is_refused_for_resets(tmp_path):
+    check_documents(write_pair(tmp_path / "text", numbered_documents([5, 6] * 10)))
+    with pytest.raises(InputError, match=r"--reset_at_documents: the 20 documents of .*rows all have 33 tokens; they are rows"):
+        check_documents(write_pair(tmp_path / "rows", numbered_documents([33] * 20)))
+    with pytest.raises(InputError, match=r"--reset_at_documents: the index of .*one knows one document"):
+        check_documents(write_pair(tmp_path / "one", numbered_documents([99])))
+
+
+def test_tokens_by_corpus_follow_the_blend(tmp_path):
+    for name in ("a", "b"):
+        write_pair(tmp_path / name, numbered_documents([40] * 5))
+    data = TrainingData(f"0.75 {tmp_path / 'a'} 0.25 {tmp_path / 'b'}", seq_len=8, seed=1)
+    served = [data.blend.locate(position)[0] for position in range(10)]
+    assert data.tokens_by_corpus(10) == {str(tmp_path / name): 8 * served.count(number) for number, name in enumerate("ab")}
+    assert data.tokens_by_corpus(10)[str(tmp_path / "b")] in (16, 24)

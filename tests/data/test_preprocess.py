@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from data_helpers import write_jsonl, write_pair
 
-from megahedge.data import documents
 from megahedge.data import preprocess as preprocess_module
+from megahedge.data import sources
 from megahedge.data.indexed_dataset import IndexedDataset
 from megahedge.data.meta import check_tokenizer, dataset_digest, find_split, load_meta, tokenizer_digest
 from megahedge.data.preprocess import PreprocessConfig, load_tokenizer, preprocess
@@ -75,7 +75,7 @@ def test_documents_come_back_with_eod_and_meta_counts_them(tmp_path, convert, to
 
 
 def test_output_is_the_same_for_any_number_of_workers(tmp_path, convert, monkeypatch):
-    monkeypatch.setattr(documents, "_CHUNK_BYTES", 1000)  # many chunks
+    monkeypatch.setattr(sources, "_CHUNK_BYTES", 1000)  # many chunks
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     contents = []
     for workers in (1, 2, 3):
@@ -151,7 +151,7 @@ def test_bad_line_is_named_or_counted(tmp_path, convert, line, reason, message):
 
 
 def test_line_number_is_right_beyond_the_first_chunk(tmp_path, convert, monkeypatch):
-    monkeypatch.setattr(documents, "_CHUNK_RECORDS", 7)
+    monkeypatch.setattr(sources, "_CHUNK_BYTES", 100)
     source = tmp_path / "a.jsonl"
     source.write_bytes(GOOD * 50 + b"\n" + b"broken\n" + GOOD)
     with pytest.raises(InputError, match=r"a\.jsonl:52: "):
@@ -166,11 +166,11 @@ def test_line_number_is_right_beyond_the_first_chunk(tmp_path, convert, monkeypa
         ("*.jsonl", None, "--input=.* matches no file"),
         ("**a/*[.jsonl", None, "--input=.* is no pattern that can be searched"),
         (f"{'n' * 300}.jsonl", None, "does not exist"),
-        ("a.txt", b"words", "unknown kind"),
+        ("a.csv", b"words", "unknown kind"),
         ("a.jsonl", b"", "no document"),
         ("a.jsonl", b"\n\n", r"no document .*2 empty"),
         ("a.jsonl", b'{"text": ""}\n', "no document"),
-        ("a.jsonl.gz", GOOD, "not gzipped"),
+        ("a.jsonl.gz", GOOD, "named .gz but is not compressed so"),
         ("a.jsonl.gz", gzip.compress(GOOD * 9999, mtime=0)[:-20], "damaged or cut off"),
         ("a.jsonl.gz", gzip.compress(GOOD * 99, mtime=0)[:-9] + b"\0" * 9, "damaged or cut off"),
         ("folder", "mkdir", "holds no file"),
@@ -270,10 +270,10 @@ def test_killed_worker_ends_the_run_naming_the_file(tmp_path, tokenizer_dir):
         _, errors = run.communicate(timeout=60)
     finally:
         run.kill()
-    assert run.returncode == 2
+    assert run.returncode == 1
     assert "error: a worker process died on" in errors and "big.jsonl" in errors
     assert time.monotonic() - killed < 20
-    assert final_files(tmp_path) == []
+    assert not {"out_train.bin", "out_val.bin", "out.meta.json"} & set(final_files(tmp_path))
 
 
 def wait_for_worker(pid, folder):

@@ -5,9 +5,11 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megahedge.config.options import Stage1Options, Stage2Options
+from megahedge.data.indexed_dataset import IndexedDatasetWriter
 from megahedge.stages.stage1 import plan_stage1
 from megahedge.stages.stage2 import plan_stage2
 from megahedge.utils.errors import InputError
@@ -151,10 +153,12 @@ def test_the_commands_end_with_their_status_and_one_line(options, inputs, made, 
         assert last.startswith("error: ") and said in last and "Traceback" not in stderr
 
 
-def test_documents_are_kept_apart_only_where_their_ends_are_known(refused, inputs, tmp_path):
-    for path in inputs.glob("data_*"):
+def test_documents_are_kept_apart_only_where_the_index_tells_them_apart(refused, inputs, tmp_path):
+    for path in inputs.glob("data*"):
         shutil.copy(path, tmp_path)
-    meta = json.loads((inputs / "data.meta.json").read_text())
-    (tmp_path / "data.meta.json").write_text(json.dumps(meta | {"options": {"append_eod": False}}))
+    with IndexedDatasetWriter(tmp_path / "data_train", np.uint16) as writer:
+        for _ in range(20):
+            writer.add_document(np.ones(33, np.uint16))
+        writer.finish()
     line = refused(1, data_path=(str(tmp_path / "data"),), reset_at_documents=True)
-    assert "--reset_at_documents" in line and "preprocess it with one" in line
+    assert "--reset_at_documents" in line and "the 20 documents of" in line and "all have 33 tokens" in line

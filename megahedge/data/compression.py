@@ -1,0 +1,69 @@
+"""Compressed files as streams of what they hold, recognised by their first bytes."""
+
+import bz2
+import gzip
+import io
+import lzma
+import zlib
+
+MAGIC = {".gz": b"\x1f\x8b", ".bz2": b"BZh", ".xz": b"\xfd7zXZ\x00", ".zst": b"\x28\xb5\x2f\xfd"}
+"""First bytes by suffix."""
+_BUFFER_BYTES = 1 << 20
+
+
+class DamagedStream(ValueError):  # noqa: N818 (a state of the file; who knows its name makes it an error)
+    """A compressed stream that is damaged, cut off, or not what its name says."""
+
+
+def compression_suffix(name: str) -> str:
+    """The suffix of `name` that says how it is compressed, or nothing."""
+    return next((suffix for suffix in MAGIC if name.lower().endswith(suffix)), "")
+
+
+def open_decompressed(name: str, raw: io.RawIOBase) -> io.BufferedReader:
+    """What the file `name` holds, whose bytes `raw` gives; as it is where it is not compressed.
+
+    Reading raises DamagedStream where the compressed data is damaged or ends too early.
+    Raises DamagedStream for a file that is not compressed as its name says.
+    """
+    buffered = io.BufferedReader(raw, _BUFFER_BYTES)
+    head = buffered.peek(max(map(len, MAGIC.values())))
+    found = next((suffix for suffix, magic in MAGIC.items() if head.startswith(magic)), "")
+    named = compression_suffix(name)
+    if named and head and not found:
+        raise DamagedStream(f"it is named {named} but is not compressed so")
+    return io.BufferedReader(_Decompressed(_open(found, buffered)), _BUFFER_BYTES) if found else buffered
+
+
+def _open(suffix: str, stream: io.BufferedReader):
+    if suffix == ".gz":
+        return gzip.GzipFile(fileobj=stream)
+    if suffix == ".bz2":
+        return bz2.BZ2File(stream)
+    if suffix == ".xz":
+        return lzma.LZMAFile(stream)
+    import pyarrow  # the standard library of Python 3.11 knows no zstd, and `datasets` brings this
+
+    return pyarrow.CompressedInputStream(pyarrow.PythonFile(stream, "r"), "zstd")
+
+
+class _Decompressed(io.RawIOBase):
+    """Reads a decompressor, whose library has errors of its own."""
+
+    def __init__(self, stream):
+        self._stream = stream
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        try:
+            data = self._stream.read(len(buffer))
+        except OSError as error:
+            if error.errno is not None:  # the file's, not the decompressor's
+                raise
+            raise DamagedStream(str(error)) from None
+        except (EOFError, zlib.error, lzma.LZMAError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
+            raise DamagedStream(str(error)) from None
+        buffer[: len(data)] = data
+        return len(data)

@@ -1,0 +1,152 @@
+"""Several datasets made one, document after document: what one preprocessing of all their text would have written."""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megahedge.data.indexed_dataset import IndexedDataset, PairFiles, bin_path, idx_path, publish_pair, write_index
+from megahedge.data.meta import (
+    COUNTS,
+    SPLITS,
+    DatasetMeta,
+    SplitMeta,
+    check_tokenizer,
+    load_meta,
+    meta_path,
+    publish_dataset,
+    tokens_per_document,
+)
+from megahedge.utils.errors import InputError
+from megahedge.utils.files import check_output, disk_errors_explained
+from megahedge.utils.logging import get_logger
+
+_BLOCK_TOKENS = 1 << 22
+_MUST_AGREE = ("val_fraction", "seed", "append_eod")
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class MergeConfig:
+    """Options of tools/merge_datasets.py."""
+
+    input: tuple[str, ...]
+    """Prefixes of the datasets, in the order in which their documents are to stand"""
+    output_prefix: str
+    """Where the merged dataset goes"""
+    overwrite: bool = False
+    """Replace an existing dataset at this prefix"""
+
+    def __post_init__(self):
+        if len(self.input) < 2:
+            raise InputError(f"--input={' '.join(self.input)}: name at least two datasets")
+        if os.path.basename(self.output_prefix) in ("", ".", ".."):
+            raise InputError(f"--output_prefix={self.output_prefix!r} must end in a name, such as data/openwebtext")
+
+
+def merge_datasets(config: MergeConfig) -> None:
+    """Write the datasets of `config.input` as one: train pairs, validation pairs and meta.json, or plain pairs without a meta.json.
+
+    Sequences and documents stay as they are; the token dtype is the smallest that holds all of theirs.
+    Raises InputError for datasets that do not fit together, RunError for a full disk; then no output appears.
+    """
+    metas = [load_meta(prefix) if meta_path(prefix) == _own_meta(prefix) else None for prefix in config.input]
+    if None in metas and any(metas):
+        bare = config.input[metas.index(None)]
+        raise InputError(f"--input={bare} is one pair without a meta.json, others have one: merge datasets of one kind")
+    splits = [""] if metas[0] is None else [f"_{split}" for split in SPLITS]
+    outputs = [f"{config.output_prefix}{split}" for split in splits]
+    paths = [path(output) for output in outputs for path in (bin_path, idx_path)]
+    own_meta = [] if metas[0] is None else [meta_path(config.output_prefix)]
+    check_output("output_prefix", config.output_prefix, *paths, *own_meta, overwrite=config.overwrite)
+    parts = [[IndexedDataset(f"{prefix}{split}") for prefix in config.input] for split in splits]
+    _check_places(config, parts)
+    meta = None if metas[0] is None else _merged_meta(config.input, metas, parts)
+    with contextlib.ExitStack() as stack:
+        pairs = [stack.enter_context(PairFiles(output)) for output in outputs]
+        for pair, datasets in zip(pairs, parts, strict=True):
+            with disk_errors_explained(pair.prefix):
+                _write_pair(pair, datasets)
+        if meta is None:
+            with disk_errors_explained(outputs[0]):
+                publish_pair(outputs[0])
+        else:
+            publish_dataset(config.output_prefix, meta)
+    for output, datasets in zip(outputs, parts, strict=True):
+        documents, tokens = (sum(getattr(dataset, name) for dataset in datasets) for name in ("num_documents", "num_tokens"))
+        logger.info("%s: %d documents, %d tokens of %d datasets", output, documents, tokens, len(datasets))
+
+
+def _own_meta(prefix: str) -> Path:
+    """Where the meta.json of a dataset lies that has both splits; that of one of its pairs is not its own."""
+    return Path(f"{prefix}.meta.json")
+
+
+def _check_places(config: MergeConfig, parts: list[list[IndexedDataset]]) -> None:
+    """A merge into one of its inputs would read what it replaces."""
+    output = Path(config.output_prefix).absolute()
+    for prefix in config.input:
+        if Path(prefix).absolute() == output:
+            raise InputError(f"--output_prefix={config.output_prefix} is one of the inputs; choose another")
+    for dataset in (dataset for datasets in parts for dataset in datasets):
+        if dataset.dtype.kind == "f":
+            raise InputError(f"{dataset.prefix}.bin holds {dataset.dtype} numbers, not token ids")
+
+
+def _merged_meta(prefixes: tuple[str, ...], metas: list[DatasetMeta], parts: list[list[IndexedDataset]]) -> DatasetMeta:
+    first = metas[0]
+    for prefix, meta in zip(prefixes, metas, strict=True):
+        check_tokenizer(meta, first.tokenizer_digest, prefixes[0])
+        for name in _MUST_AGREE:
+            if meta.options.get(name) != first.options.get(name):
+                pair = f"{first.options.get(name)} for {prefixes[0]}, {meta.options.get(name)} for {prefix}"
+                raise InputError(f"--{name} was {pair}: train and validation would not be kept apart alike; preprocess one of them again")
+    splits = {}
+    for split, datasets in zip(SPLITS, parts, strict=True):
+        counts = [meta.splits[split] for meta in metas]
+        sums = {name: _sum([getattr(count, name) for count in counts]) for name in COUNTS}
+        lengths = np.concatenate([dataset.document_lengths(0, dataset.num_documents) for dataset in datasets])
+        splits[split] = SplitMeta(**sums, tokens_per_document=tokens_per_document(lengths))
+    reasons = sorted({reason for meta in metas for reason in meta.skipped})
+    return dataclasses.replace(
+        first,
+        splits=splits,
+        skipped={reason: sum(meta.skipped.get(reason, 0) for meta in metas) for reason in reasons},
+        source=[source for meta in metas for source in meta.source],
+    )
+
+
+def _sum(counts: list[int | None]) -> int | None:
+    return None if None in counts else sum(counts)
+
+
+def _write_pair(pair: PairFiles, datasets: list[IndexedDataset]) -> None:
+    dtype = np.result_type(*(dataset.dtype for dataset in datasets))
+    with pair.open_bin() as handle:
+        for dataset in datasets:
+            for start in range(0, dataset.num_tokens, _BLOCK_TOKENS):
+                tokens = dataset.read(start, min(_BLOCK_TOKENS, dataset.num_tokens - start))
+                handle.write(np.ascontiguousarray(tokens, dtype).data)
+    num_sequences, num_documents = sum(map(len, datasets)), sum(dataset.num_documents for dataset in datasets)
+
+    def sizes() -> Iterator[np.ndarray]:
+        for dataset in datasets:
+            yield from (dataset.sizes[start : start + _BLOCK_TOKENS] for start in range(0, len(dataset), _BLOCK_TOKENS))
+
+    def offsets() -> Iterator[np.ndarray]:
+        before = 0
+        for dataset in datasets:
+            yield from (
+                dataset.document_offsets[start : min(start + _BLOCK_TOKENS, dataset.num_documents)] + before
+                for start in range(0, dataset.num_documents, _BLOCK_TOKENS)
+            )
+            before += len(dataset)
+        yield np.array([before])
+
+    with pair.open_idx() as handle:
+        write_index(handle, dtype, num_sequences, sizes, num_documents + 1, offsets())
