@@ -114,7 +114,7 @@ def _texts_within(name: str, content: bytes, depth: int) -> Iterator[tuple[str, 
     if depth == 0:
         raise DamagedStream("archives lie too deep in archives")
     for member, inner in archive_members(stream):
-        yield from _texts_within(f"{name}/{member}" if name else member, inner.read(), depth - 1)
+        yield from _texts_within(f"{name}/{member}" if name else member, inner, depth - 1)
 
 
 def is_archive(stream: io.BufferedReader) -> bool:
@@ -122,13 +122,24 @@ def is_archive(stream: io.BufferedReader) -> bool:
     return stream.peek(512)[257:262] == b"ustar"
 
 
-def archive_members(stream: io.BufferedReader) -> Iterator[tuple[str, io.BufferedReader]]:
+class _Member(tarfile.TarInfo):
+    """A member whose header must be there: tarfile takes an archive that is cut off between two members for its end."""
+
+    @classmethod
+    def fromtarfile(cls, archive):
+        try:
+            return super().fromtarfile(archive)
+        except (tarfile.EmptyHeaderError, tarfile.TruncatedHeaderError):
+            raise DamagedStream("the archive ends without its end mark") from None
+
+
+def archive_members(stream: io.BufferedReader) -> Iterator[tuple[str, bytes]]:
     """Name and content of each file in a tar archive, in its order.  Raises DamagedStream where it cannot be read."""
     try:
-        with tarfile.open(fileobj=stream, mode="r|") as archive:
+        with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member) as archive:
             for member in archive:
                 if member.isfile():
-                    yield member.name, archive.extractfile(member)
+                    yield member.name, archive.extractfile(member).read()
     except tarfile.TarError as error:
         raise DamagedStream(f"not a sound tar archive ({error})") from None
 

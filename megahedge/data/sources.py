@@ -144,8 +144,7 @@ class ArchiveFile(StreamFile):
             self._record |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
     def _members(self, stream, raw):
-        members = ((name, content.read()) for name, content in archive_members(stream))
-        for _, group in _grouped(members, lambda member: len(member[1])):
+        for _, group in _grouped(archive_members(stream), lambda member: len(member[1])):
             yield Members(self.name, sum(len(content) for _, content in group), raw.position, group)
 
 

@@ -1,0 +1,242 @@
+"""Preprocessing that is ended at any moment: the same command goes on and writes what an unbroken run would have written."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from data_helpers import write_jsonl
+from test_preprocess import TEXTS, final_files, tokenizer_dir  # noqa: F401 (a fixture)
+
+from megahedge.data import preprocess as module
+from megahedge.data import sources
+from megahedge.data.preprocess import PreprocessConfig, preprocess
+from megahedge.utils.errors import InputError
+
+TEACHER = Path(__file__).resolve().parents[2] / "scripts" / "quickstart" / "teacher"
+NUM_KILLS = 20
+
+
+@pytest.fixture
+def job(tmp_path, tokenizer_dir, monkeypatch):  # noqa: F811
+    """Inputs of many chunks in three files of two words, and a function that preprocesses them; every chunk is committed."""
+    monkeypatch.setattr(sources, "_CHUNK_BYTES", 2000)
+    monkeypatch.setattr(module, "_COMMIT_SECONDS", 0.0)
+    monkeypatch.setattr(module, "_COMMIT_SHARE", 1e9)
+    (tmp_path / "folder").mkdir()
+    write_jsonl(tmp_path / "folder" / "1.jsonl", TEXTS[:120])
+    write_jsonl(tmp_path / "folder" / "2.jsonl", TEXTS[120:200])
+    write_jsonl(tmp_path / "single.jsonl", [*TEXTS[200:], ""])
+
+    def run(name="out", **changes):
+        inputs = (str(tmp_path / "folder"), str(tmp_path / "single.jsonl"))
+        options = {"tokenizer": tokenizer_dir, "workers": 1, "val_fraction": 0.1, "input": inputs} | changes
+        return preprocess(PreprocessConfig(output_prefix=str(tmp_path / name), **options))
+
+    return run
+
+
+def contents(folder, name):
+    """Bytes of a dataset's files by their suffix; nothing else of that name may be there."""
+    files = {path.name.removeprefix(name): path.read_bytes() for path in folder.iterdir() if path.name.lstrip(".").startswith(name)}
+    assert sorted(files) == [".meta.json", "_train.bin", "_train.idx", "_val.bin", "_val.idx"]
+    return files
+
+
+class Killed(BaseException):
+    """Ends a run as a signal would."""
+
+
+@pytest.fixture
+def break_at(monkeypatch):
+    """A function that lets the n-th call of something fail, once."""
+
+    def arm(owner, name, number):
+        original, calls = getattr(owner, name), 0
+
+        def counting(*arguments, **options):
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                raise Killed
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    return arm
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "numbers"),
+    [
+        (module._Totals, "add", (1, 2, 5, 9, 12)),  # before a chunk is written
+        (module.IndexedDatasetWriter, "add_documents", (4, 9)),  # between the pairs
+        (module.IndexedDatasetWriter, "commit", (3, 4, 21)),
+        (module.Journal, "save", (1, 4, 11)),
+        (module.IndexedDatasetWriter, "prepare", (1, 2)),
+        (os, "replace", (3, 9)),
+        (module, "publish_dataset", (1,)),
+    ],
+)
+def test_a_broken_run_goes_on_and_ends_alike(job, break_at, tmp_path, monkeypatch, owner, name, numbers):
+    job("whole")
+    for number in numbers:
+        original = getattr(owner, name)
+        break_at(owner, name, number)
+        with pytest.raises(Killed):
+            job()
+        monkeypatch.setattr(owner, name, original)
+        job()
+        assert contents(tmp_path, "out") == contents(tmp_path, "whole")
+        for path in tmp_path.glob("out*"):
+            path.unlink()
+
+
+class BrokenPublishing:
+    """Publishes a dataset, and fails instead of the rename after `allowed` ones."""
+
+    def __init__(self, allowed):
+        self.allowed = allowed
+        self.publish, self.replace = module.publish_dataset, os.replace
+
+    def __call__(self, *arguments):
+        os.replace = self._replace
+        try:
+            self.publish(*arguments)
+        finally:
+            os.replace = self.replace
+
+    def _replace(self, source, target):
+        if self.allowed == 0:
+            raise Killed
+        self.allowed -= 1
+        self.replace(source, target)
+
+
+def test_a_run_broken_while_it_is_published_is_published_whole(job, tmp_path, monkeypatch):
+    """At every rename: none of them leaves a mixed dataset behind, and an older one is replaced."""
+    job("whole")
+    for allowed in range(5):  # two pairs of two files, and meta.json
+        job(seed=99, overwrite=True)
+        with monkeypatch.context() as context:
+            context.setattr(module, "publish_dataset", BrokenPublishing(allowed))
+            with pytest.raises(Killed):
+                job(overwrite=True)
+        job(overwrite=True)
+        assert contents(tmp_path, "out") == contents(tmp_path, "whole")
+    monkeypatch.setattr(module, "publish_dataset", BrokenPublishing(5))
+    job(overwrite=True)
+
+
+@pytest.fixture
+def unfinished(job, break_at, monkeypatch):
+    """A run that has been broken off after eight chunks."""
+    add = module._Totals.add
+    break_at(module._Totals, "add", 8)
+    with pytest.raises(Killed):
+        job()
+    monkeypatch.setattr(module._Totals, "add", add)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"seed": 5}, r"--seed 1234 \(now 5\)"),
+        ({"val_fraction": 0.2}, r"--val_fraction 0\.1 \(now 0\.2\)"),
+        ({"append_eod": False}, r"--append_eod True \(now False\)"),
+    ],
+)
+def test_other_options_are_refused_or_begin_anew(job, unfinished, tmp_path, changes, said):
+    with pytest.raises(InputError, match=f"begun with {said}; use these again, or begin anew with --overwrite"):
+        job(**changes)
+    job("whole", **changes)
+    job(overwrite=True, **changes)
+    assert contents(tmp_path, "out") == contents(tmp_path, "whole")
+
+
+def test_changed_inputs_are_refused_or_begin_anew(job, unfinished, tmp_path):
+    write_jsonl(tmp_path / "folder" / "3.jsonl", ["more"])
+    with pytest.raises(InputError, match=r"begun with --input 3 sources of .* \(now 4 sources of"):
+        job()
+    job(overwrite=True)
+    job("whole")
+    assert contents(tmp_path, "out") == contents(tmp_path, "whole")
+
+
+def test_workers_may_change(job, unfinished, tmp_path):
+    job(workers=2)
+    job("whole")
+    assert contents(tmp_path, "out") == contents(tmp_path, "whole")
+
+
+def test_bad_lines_may_be_skipped_from_where_the_first_was_met(job, tmp_path):
+    with open(tmp_path / "single.jsonl", "a") as handle:
+        handle.write("broken\n" + json.dumps({"text": TEXTS[0] * 100}) + "\n")
+    with pytest.raises(InputError, match=r"single\.jsonl:102: not JSON"):
+        job()
+    meta = job(on_bad_line="skip")
+    assert meta.skipped == {"empty": 1, "invalid_json": 1}
+    job("whole", on_bad_line="skip")
+    assert contents(tmp_path, "out") == contents(tmp_path, "whole")
+
+
+def test_damaged_unfinished_work_is_named_and_can_be_thrown_away(job, unfinished, tmp_path):
+    (tmp_path / ".out_train.bin.tmp").write_bytes(b"")
+    with pytest.raises(InputError, match=r"\.out_train\.bin\.tmp should hold \d+ bytes of unfinished work and has 0; begin anew"):
+        job()
+    (tmp_path / ".out.unfinished.json").write_text('{"task": ')
+    with pytest.raises(InputError, match=r"\.out\.unfinished\.json, which tells of unfinished work, cannot be read .*; begin anew"):
+        job()
+    job(overwrite=True)
+    job("whole")
+    assert contents(tmp_path, "out") == contents(tmp_path, "whole")
+
+
+def test_unfinished_work_is_nothing_to_train_on(unfinished, tmp_path):
+    assert not [name for name in final_files(tmp_path) if not name.startswith(".")]
+
+
+def _preprocess_slowly(config):
+    module._COMMIT_SECONDS = 0.05
+    preprocess(config)
+
+
+@pytest.mark.slow
+def test_kill_9_at_random_moments(test_data, tmp_path):
+    """Real processes, two workers, real text; each of twenty is killed once and its command given again."""
+    config = PreprocessConfig(
+        output_prefix=str(tmp_path / "whole"),
+        tokenizer=str(TEACHER),
+        input=(str(test_data / "text" / "permissive.jsonl.gz"), str(test_data / "text" / "openwebtext-1000.jsonl.gz")),
+        val_fraction=0.05,
+        workers=2,
+    )
+    context = multiprocessing.get_context("fork")  # what takes long to import is there already
+    started = time.monotonic()
+    whole = context.Process(target=_preprocess_slowly, args=(config,))
+    whole.start()
+    whole.join()
+    seconds = time.monotonic() - started
+    moments, resumed = random.Random(7), 0
+    for number in range(NUM_KILLS):
+        mine = PreprocessConfig(**(vars(config) | {"output_prefix": str(tmp_path / f"out{number}")}))
+        run = context.Process(target=_preprocess_slowly, args=(mine,))
+        run.start()
+        time.sleep(moments.uniform(0.0, 1.0) * seconds)
+        os.kill(run.pid, signal.SIGKILL)
+        run.join()
+        finished = (tmp_path / f"out{number}.meta.json").exists()
+        resumed += (tmp_path / f".out{number}.unfinished.json").exists()
+        if not finished:
+            again = context.Process(target=_preprocess_slowly, args=(mine,))
+            again.start()
+            again.join()
+            assert again.exitcode == 0
+        assert contents(tmp_path, f"out{number}") == contents(tmp_path, "whole")
+        for path in tmp_path.glob(f"*out{number}*"):
+            path.unlink()
+    assert resumed >= NUM_KILLS // 4  # else the kills did not fall into the work

@@ -1,0 +1,195 @@
+"""Kinds of input: one text, the same tokens, whatever file or archive it lies in; what cannot be read is named."""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import tarfile
+
+import pytest
+from data_helpers import write_jsonl
+
+from megahedge.data import sources
+from megahedge.data.sources import iterate_texts
+from megahedge.utils.errors import InputError
+
+pyarrow = pytest.importorskip("pyarrow")
+TEXTS = [f"Text {index} — " + "some words\nand a second line " * (index % 5) for index in range(40)]
+SEPARATOR = "=== next ==="
+
+
+def zstd(data):
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(data)
+    return sink.getvalue().to_pybytes()
+
+
+COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd}
+compressed = pytest.mark.parametrize("suffix", COMPRESS)
+
+
+def tar(files, mode="w"):
+    """A tar archive of contents by name."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode=mode) as archive:
+        folder = tarfile.TarInfo("openwebtext")
+        folder.type = tarfile.DIRTYPE
+        archive.addfile(folder)
+        for name, content in files.items():
+            member = tarfile.TarInfo(f"openwebtext/{name}")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def texts_tar(texts, mode="w"):
+    return tar({f"{index:04d}.txt": text.encode() for index, text in enumerate(texts)}, mode)
+
+
+def lines(texts, key="text"):
+    return b"".join(json.dumps({key: text}).encode() + b"\n" for text in texts)
+
+
+@pytest.fixture(params=[1 << 20, 64])
+def chunk_bytes(request, monkeypatch):
+    """Chunks of the usual size, and so small ones that every border between them is somewhere within."""
+    monkeypatch.setattr(sources, "_CHUNK_BYTES", request.param)
+
+
+def read(*paths, **options):
+    return list(iterate_texts([str(path) for path in paths], **options))
+
+
+@compressed
+def test_compressed_lines(tmp_path, chunk_bytes, suffix):
+    half = len(lines(TEXTS)) // 2
+    for name, content in {
+        "one": COMPRESS[suffix](lines(TEXTS)),
+        "two": COMPRESS[suffix](lines(TEXTS)[:half]) + COMPRESS[suffix](lines(TEXTS)[half:]),  # as when files are put together
+    }.items():
+        for path in (tmp_path / f"{name}.jsonl{suffix}", tmp_path / f"{name}.jsonl"):  # recognised by its content
+            path.write_bytes(content)
+            assert read(path) == TEXTS
+
+
+@compressed
+@pytest.mark.parametrize("damage", ["cut", "flipped", "plain"])
+def test_damaged_compression_is_named(tmp_path, suffix, damage):
+    content = bytearray(COMPRESS[suffix](lines(TEXTS * 50)))
+    if damage == "cut":
+        content = content[: len(content) // 2]
+    elif damage == "flipped":
+        for place in range(len(content) // 2, len(content) // 2 + 32):
+            content[place] ^= 0xFF
+    else:
+        content = lines(TEXTS)
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(content)
+    # in a damaged stream a line may come out wrong before the damage is noticed
+    with pytest.raises(InputError, match=r"a\.jsonl\S* is damaged or cut off \(|a\.jsonl\S*:\d+: "):
+        read(path)
+
+
+def test_plain_text_is_one_document_a_file(tmp_path, chunk_bytes):
+    for index, text in enumerate(TEXTS):
+        (tmp_path / f"{index:03d}.txt").write_text(text)
+    (tmp_path / "040.txt.gz").write_bytes(gzip.compress(b"\xef\xbb\xbflast"))
+    assert read(tmp_path) == [*TEXTS, "last"]
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_plain_text_with_a_line_between_documents(tmp_path, monkeypatch, newline):
+    monkeypatch.setattr(sources, "_CHUNK_BYTES", 64)
+    texts = [text.replace("\n", newline) for text in TEXTS]
+    (tmp_path / "a.txt").write_bytes(f"{newline}{SEPARATOR}{newline}".join(texts).encode())
+    (source,) = sources.find_sources([str(tmp_path / "a.txt")])
+    chunks = list(source.chunks(sources.Reading(document_separator=SEPARATOR)))
+    assert len(chunks) > 5
+    found = [document for chunk in chunks for document in chunk.documents("text")]
+    assert [text for _, text in found] == texts
+    assert found[7][0] == f"{tmp_path / 'a.txt'}, document 8"
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz", "w:xz"])
+def test_archives_of_texts(tmp_path, chunk_bytes, mode):
+    path = tmp_path / f"a.tar{mode[1:].replace(':', '.')}"
+    path.write_bytes(texts_tar(TEXTS, mode))
+    assert read(path) == TEXTS
+
+
+def test_openwebtext_as_it_is_published(tmp_path, chunk_bytes):
+    """A tar of .xz files, each of them a tar of texts; also unpacked once."""
+    subsets = {f"urlsf_subset00-{part}_data.xz": texts_tar(TEXTS[10 * part : 10 * part + 10], "w:xz") for part in range(4)}
+    (tmp_path / "openwebtext.tar").write_bytes(tar(subsets))
+    (tmp_path / "openwebtext.tar.xz").write_bytes(tar(subsets, "w:xz"))
+    folder = tmp_path / "unpacked"
+    folder.mkdir()
+    for name, content in subsets.items():
+        (folder / name).write_bytes(content)
+    for path in (tmp_path / "openwebtext.tar", tmp_path / "openwebtext.tar.xz", folder, folder / "*_data.xz"):
+        assert read(path) == TEXTS
+
+
+def test_texts_in_archives_are_named(tmp_path):
+    (tmp_path / "a.tar").write_bytes(tar({"good.txt": b"good", "inner.xz": tar({"bad.txt": b"\xff"}, "w:xz")}))
+    with pytest.raises(InputError, match=r"a\.tar/openwebtext/inner\.xz/openwebtext/bad\.txt: invalid UTF-8 at byte 1"):
+        read(tmp_path / "a.tar")
+    broken = bytearray(tar({"inner.xz": lzma.compress(b"x" * 999)}))
+    broken[broken.index(lzma.compress(b"x")[:6]) + 12] ^= 0xFF
+    (tmp_path / "b.tar").write_bytes(broken)
+    with pytest.raises(InputError, match=r"b\.tar/openwebtext/inner\.xz: "):
+        read(tmp_path / "b.tar")
+    for size in (700, 5000, 5120):  # within a document, within a header, between two members
+        (tmp_path / "c.tar").write_bytes(texts_tar(TEXTS)[:size])
+        with pytest.raises(InputError, match=r"c\.tar is damaged or cut off \("):
+            read(tmp_path / "c.tar")
+    (tmp_path / "d.xz").write_bytes(lzma.compress(b"words"))
+    with pytest.raises(InputError, match=r"d\.xz is damaged or cut off \(no tar archive"):
+        read(tmp_path / "d.xz")
+
+
+def test_parquet(tmp_path, chunk_bytes):
+    from pyarrow import parquet
+
+    table = pyarrow.table({"text": TEXTS, "meta": [{"body": text[::-1]} for text in TEXTS], "id": list(range(40))})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
+    assert read(tmp_path / "a.parquet") == TEXTS
+    assert read(tmp_path / "a.parquet", text_key="meta.body") == [text[::-1] for text in TEXTS]
+    with pytest.raises(InputError, match=r"a\.parquet has no column 'body'; --text_key can be one of \['text', 'meta', 'id'\]"):
+        read(tmp_path / "a.parquet", text_key="body")
+    with pytest.raises(InputError, match=r"a\.parquet:1: 'id' is 0, not a text"):
+        read(tmp_path / "a.parquet", text_key="id")
+    (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
+    with pytest.raises(InputError, match=r"b\.parquet cannot be read as parquet: "):
+        read(tmp_path / "b.parquet")
+
+
+def test_saved_dataset_with_nested_columns(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    dataset = datasets.Dataset.from_dict({"text": TEXTS, "meta": [{"body": text[::-1]} for text in TEXTS]})
+    dataset.save_to_disk(tmp_path / "saved")
+    assert read(tmp_path / "saved") == TEXTS
+    assert read(tmp_path / "saved", text_key="meta.body") == [text[::-1] for text in TEXTS]
+    with pytest.raises(InputError, match=r"has no column 'meta\.words'; --text_key can be one of \['text', 'meta'\]"):
+        read(tmp_path / "saved", text_key="meta.words")
+
+
+def test_nested_keys(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"meta": {"body": "nested"}}\n{"meta.body": "flat", "meta": {"body": "other"}}\n{"meta": {"words": "x"}}\n')
+    with pytest.raises(InputError, match=r"a\.jsonl:3: no key 'meta\.body'; 'meta' has \['words'\] \(see --text_key\)"):
+        read(path, text_key="meta.body")
+    path.write_text("\n".join(path.read_text().splitlines()[:2]))
+    assert read(path, text_key="meta.body") == ["nested", "flat"]
+
+
+def test_a_folder_holds_files_of_one_kind(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["x"])
+    (tmp_path / ".hidden.txt").write_text("y")
+    (tmp_path / "notes.md").write_text("y")
+    assert read(tmp_path) == ["x"]
+    (tmp_path / "LICENSE.txt").write_text("y")
+    with pytest.raises(InputError, match=r"holds files of several kinds, LICENSE\.txt and a\.jsonl among them; give a glob"):
+        read(tmp_path)
