@@ -68,6 +68,8 @@ class SentencePieceTokenizer:
             raise InputError(f"--{option}={path} cannot be read: {error.strerror}") from None
         except Exception as error:  # what the library makes of other files
             raise InputError(f"--{option}={path} is no SentencePiece model ({' '.join(str(error).split())})") from None
+        if self._processor.get_piece_size() == 0:  # an empty file
+            raise InputError(f"--{option}={path} is no SentencePiece model (it has no pieces)")
         end = self._processor.eos_id()
         self.eos_token_id = end if end >= 0 else None
 

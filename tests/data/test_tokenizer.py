@@ -3,8 +3,13 @@
 import pytest
 import tokenizers
 import transformers
+from data_helpers import write_jsonl
 
-from megahedge.data.tokenizer import load_tokenizer
+from megahedge.data.indexed_dataset import IndexedDataset, bin_path
+from megahedge.data.inspect import InspectConfig, inspect_dataset
+from megahedge.data.meta import check_tokenizer, tokenizer_digest
+from megahedge.data.preprocess import PreprocessConfig, preprocess
+from megahedge.data.tokenizer import SentencePieceTokenizer, load_tokenizer
 from megahedge.utils.errors import InputError
 
 
@@ -58,3 +63,78 @@ def test_name_that_is_neither_folder_nor_hub_name_is_refused(folder):
             load_tokenizer(name, option="tokenizer")
     with pytest.raises(InputError, match=r"^the tokenizer /no/such is no folder here"):
         load_tokenizer("/no/such")
+
+
+# ---- SentencePiece ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_model(tmp_path_factory):
+    """A small model with byte fall-back, trained here."""
+    sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(
+            [f"the {word} fox number {place} jumps over lazy dogs" for place in range(300) for word in ("quick", "brown")]
+        ),
+        model_prefix=str(folder / "small"),
+        vocab_size=400,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",  # by default it would turn line breaks into blanks
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    return folder / "small.model"
+
+
+def test_text_comes_back_through_a_sentencepiece_model(tmp_path, sentencepiece_model):
+    texts = ["the quick fox jumps over dogs", "another line\nand naïve bytes 🙂", "the lazy dogs"]
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    for workers in (1, 2):
+        config = PreprocessConfig(
+            output_prefix=str(tmp_path / f"out{workers}"),
+            input=(str(source),),
+            sentencepiece=str(sentencepiece_model),
+            val_fraction=0.0,
+            workers=workers,
+        )
+        meta = preprocess(config)
+    tokenizer, dataset = SentencePieceTokenizer(str(sentencepiece_model)), IndexedDataset(tmp_path / "out2_train")
+    assert meta.eod_id == tokenizer.eos_token_id == 2 and meta.vocab_size == 400
+    assert [tokenizer.decode(dataset.document(number)[:-1]) for number in range(3)] == texts
+    assert all(dataset.document(number)[-1] == 2 for number in range(3))
+    assert bin_path(tmp_path / "out1_train").read_bytes() == bin_path(tmp_path / "out2_train").read_bytes()
+    lines, sound = inspect_dataset(InspectConfig(prefix=str(tmp_path / "out2_train"), check=True, document=1))
+    assert sound and texts[1] in lines[-1]
+
+
+def test_data_of_a_sentencepiece_model_fits_the_teacher_that_has_it_and_no_other(tmp_path, sentencepiece_model, folder):
+    """The teacher's tokenizer may be stored in another form: what counts is what it does."""
+    digest = tokenizer_digest(SentencePieceTokenizer(str(sentencepiece_model)))
+    source = write_jsonl(tmp_path / "a.jsonl", ["the quick fox", "lazy dogs"])
+    config = PreprocessConfig(
+        output_prefix=str(tmp_path / "out"), input=(str(source),), sentencepiece=str(sentencepiece_model), val_fraction=0.0, workers=1
+    )
+    meta = preprocess(config)
+    check_tokenizer(meta, digest, "the same model")
+    with pytest.raises(InputError, match=r"the dataset was made with tokenizer .*small\.model"):
+        check_tokenizer(meta, tokenizer_digest(load_tokenizer(str(folder))), "another teacher")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "cannot be read: No such file"), (b"words", "is no SentencePiece model"), (b"", "is no SentencePiece model")],
+)
+def test_a_file_that_is_no_sentencepiece_model_is_refused(tmp_path, content, message):
+    pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
+    if content is not None:
+        (tmp_path / "x.model").write_bytes(content)
+    with pytest.raises(InputError, match=f"^--sentencepiece=.*x.model {message}"):
+        SentencePieceTokenizer(str(tmp_path / "x.model"))
+
+
+def test_one_tokenizer_is_named(tmp_path):
+    for values in ({}, {"tokenizer": "a", "sentencepiece": "b"}):
+        with pytest.raises(InputError, match="give one of --tokenizer FOLDER_OR_NAME and --sentencepiece FILE"):
+            PreprocessConfig(output_prefix=str(tmp_path / "out"), **values)
