@@ -17,7 +17,7 @@ from megahedge.utils.words import either
 def named_stage(arguments: list[str]) -> str:
     """What --stage says, which decides about all other options."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--stage", default="2")
+    parser.add_argument("--stage", default="2", nargs="?", const="")
     return parser.parse_known_args(arguments)[0].stage
 
 

@@ -3,14 +3,15 @@
 import dataclasses
 from pathlib import Path
 
-import huggingface_hub
+import huggingface_hub.constants
 
 from megahedge.data.tokenizer import load_tokenizer
+from megahedge.evaluation import lm_eval
 from megahedge.evaluation.tasks import expand_names
 from megahedge.models.hf_weights import PretrainedWeights, load_config
 from megahedge.models.hub import resolve_pretrained
 from megahedge.utils.errors import InputError
-from megahedge.utils.files import check_output_folder, disk_errors_explained, fresh_folder
+from megahedge.utils.files import check_output_folder, disk_errors_explained, file_lock, fresh_folder
 from megahedge.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -56,6 +57,7 @@ def download(options: DownloadOptions) -> None:
     if options.text:
         _fetch_text(options.text, Path(options.text_dir))
     if options.tasks:
+        lm_eval.check_installed()
         from megahedge.evaluation.lm_eval.data import find_tasks  # an extra, and seconds to import
 
         with find_tasks(expand_names(options.tasks)).load() as loaded:
@@ -66,10 +68,18 @@ def download(options: DownloadOptions) -> None:
 
 def _is_there(folder: Path) -> bool:
     """Whether the folder holds text from an earlier start.  Raises InputError where it holds anything else."""
-    there = (folder / "dataset_info.json").is_file()
-    if not there and folder.is_dir() and any(folder.iterdir()):
+    if (folder / "dataset_info.json").is_file():
+        import datasets
+
+        try:
+            datasets.load_from_disk(str(folder))
+        except Exception as error:  # whatever the library makes of a damaged folder
+            reason = " ".join(str(error).split())
+            raise InputError(f"--text_dir={folder} holds text that cannot be read ({reason}); remove it, or name a new folder") from None
+        return True
+    if folder.is_dir() and any(folder.iterdir()):
         raise InputError(f"--text_dir={folder} holds other files; name a new folder")
-    return there
+    return False
 
 
 def _fetch_text(name: str, folder: Path) -> None:
@@ -83,7 +93,10 @@ def _fetch_text(name: str, folder: Path) -> None:
     except Exception as error:  # not found, no network, a script that this version of datasets does not run
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(f"--text={name} cannot be had: {reason}") from None
-    _is_there(folder)  # it may have been filled meanwhile, and would be replaced
-    with disk_errors_explained(folder), fresh_folder(folder) as unfinished:
-        rows.save_to_disk(unfinished)
+    with disk_errors_explained(folder), file_lock(folder.with_name(f".{folder.name}.lock"), remove=True):
+        if _is_there(folder):  # another process has been faster
+            logger.info("%s holds text meanwhile", folder)
+            return
+        with fresh_folder(folder) as unfinished:
+            rows.save_to_disk(unfinished)
     logger.info("%s: %d documents in %s", name, len(rows), folder)

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 import huggingface_hub
+import huggingface_hub.constants
+import huggingface_hub.utils  # by themselves, until something has imported them, both are no attributes of the package
 
 from megahedge.utils.errors import InputError
 from megahedge.utils.files import file_lock

@@ -25,12 +25,14 @@ from megahedge.models.language_model import LanguageModel
 from megahedge.parallel.sharding import full_numel
 from megahedge.parallel.topology import TensorParallel, Topology
 from megahedge.training.checkpointing import Extras, Progress, checkpoint_bytes, find_checkpoint, load_student, restore_optimizer
-from megahedge.training.distributed import init_distributed, on_first_rank, tell_of_lost_ranks
+from megahedge.training.distributed import check_device, init_distributed, on_first_rank, tell_of_lost_ranks
 from megahedge.training.ds_config import load_ds_config, merge_ds_config, zero_stage
 from megahedge.training.engine import TrainingEngine
 from megahedge.training.loop import Job, train
 from megahedge.training.metrics import MetricsLog, check_wandb, has_evaluation
 from megahedge.training.run_folder import SECONDS_FOR_PREDECESSOR, RunFolder
+from megahedge.training.signals import StopSignal
+from megahedge.training.watch import SilenceWatch
 from megahedge.utils.errors import InputError
 from megahedge.utils.logging import get_logger
 from megahedge.utils.units import format_bytes, format_count
@@ -119,6 +121,7 @@ def plan_run(
     tokenizer: that of the model; tokenizer_source: where it came from, for messages; weights, source: see Plan.
     Raises InputError.  Nothing is written but, beside large data, its sample order.
     """
+    check_device()
     check_wandb(options.wandb_project)
     run = RunFolder(options.output_dir or default_output_dir)
     run.check(options)
@@ -186,9 +189,9 @@ def run_stage(stage_type: type[Stage], plan: Plan) -> tuple[Stage, TrainingEngin
         print_header(stage.name, plan, stage)
         return None
     topology = init_distributed(options.tp_size)
-    with tell_of_lost_ranks(), contextlib.ExitStack() as held:
+    with tell_of_lost_ranks(), SilenceWatch(), StopSignal() as stop, contextlib.ExitStack() as held:
         on_first_rank(lambda: held.enter_context(_hold_folder(plan)), f"--output_dir={plan.run.path}")
-        return _run(stage_type, plan, topology)
+        return _run(stage_type, plan, topology, stop)
 
 
 @contextlib.contextmanager
@@ -199,7 +202,7 @@ def _hold_folder(plan: Plan) -> Iterator[None]:
         yield
 
 
-def _run(stage_type: type[Stage], plan: Plan, topology: Topology) -> tuple[Stage, TrainingEngine, Progress]:
+def _run(stage_type: type[Stage], plan: Plan, topology: Topology, stop: StopSignal) -> tuple[Stage, TrainingEngine, Progress]:
     options = plan.options
     record = on_first_rank(lambda: _record(stage_type, plan), "the model and data could not be digested")
     stage, checkpoint = _build(stage_type, plan, topology, record)
@@ -232,7 +235,7 @@ def _run(stage_type: type[Stage], plan: Plan, topology: Topology) -> tuple[Stage
         on_first_rank(lambda: metrics.append(opened.enter_context(_open_metrics(plan, progress))), f"--output_dir={plan.run.path}")
         log = metrics[0] if metrics else None
         peak = _peak_tflops(options, engine.device)
-        job = Job(options, engine, stage.student, loader, evaluate, plan.run, log, record, peak, stage.extras(plan))
+        job = Job(options, engine, stage.student, loader, evaluate, plan.run, log, record, peak, stage.extras(plan), stop)
         progress = train(job, progress)
     return stage, engine, progress
 
@@ -351,8 +354,12 @@ def _topology_record(plan: Plan, topology: Topology) -> dict:
         "dp_size": topology.dp_size,
         "zero_stage": zero_stage(plan.ds_config),
         "micro_batch_size": plan.batches.micro_batch_size,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": _device_name(),
     }
+
+
+def _device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 def print_header(name: str, plan: Plan, stage: Stage | None = None) -> None:
@@ -371,6 +378,7 @@ def print_header(name: str, plan: Plan, stage: Stage | None = None) -> None:
         "steps": f"{options.train_steps} of {options.global_batch_size} × {options.seq_len} tokens, {all_tokens} in all",
         "batch": f"micro {batches.micro_batch_size} × accumulation {batches.accumulation_steps} × dp {batches.dp_size}",
         "schedule": f"warm-up {round(options.warmup_fraction * options.train_steps)} steps, {_describe_rates(options, stage)}",
+        "device": f"{os.environ.get('WORLD_SIZE', 1)} × {_device_name()}",
         "engine": f"ZeRO {zero_stage(plan.ds_config)} ({Path(options.ds_config).name}), tp {options.tp_size}, {options.dtype}",
     }
     if plan.source is not None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -96,7 +97,9 @@ PlanOptions = PlanStage1Options | PlanStage2Options
 
 def teacher_config(name: str) -> ModelConfig:
     """The config of a model's folder, of a config file, or of a published Pythia.  Raises InputError where there is none."""
-    path = Path(name).expanduser()
+    if not name.strip():
+        raise InputError("--teacher is empty; give a folder, a config file or pythia-SIZE")
+    path = Path(os.path.expanduser(name))  # unlike Path.expanduser, leaves the names of unknown users as they are
     if path.is_dir():
         return load_config(path)
     if path.is_file():
@@ -213,7 +216,7 @@ class Change:
 
 
 def changes_that_fit(found: RunPlan) -> list[Change]:
-    """Each single change that makes a run fit; where none does, the first of ever more changes together that do, or nothing."""
+    """Each single change that makes a run fit; where none does, several together, none of them stronger than it must be, or nothing."""
     singles = list(_single_changes(found))
     fitting = [change for values in singles if (change := _try(found, [values])) is not None]
     if fitting:
@@ -222,8 +225,23 @@ def changes_that_fit(found: RunPlan) -> list[Change]:
     for count in range(2, len(strongest) + 1):
         change = _try(found, strongest[:count])
         if change is not None:
-            return [change]
+            return [_milder(found, strongest[:count], singles) or change]
     return []
+
+
+def _milder(found: RunPlan, changes: list[dict], singles: list[dict]) -> Change | None:
+    """The same changes with each taken back as far as the run still fits, the dearest in speed first; None where none can be."""
+    best = None
+    for place in reversed(range(len(changes))):
+        names = tuple(changes[place])
+        weaker = [{}, *(values for values in singles if tuple(values) == names and values != changes[place])]
+        for values in weaker:
+            trial = [*changes[:place], values, *changes[place + 1 :]]
+            change = _try(found, trial)
+            if change is not None:
+                changes, best = trial, change
+                break
+    return best
 
 
 def _single_changes(found: RunPlan) -> Iterator[dict]:
@@ -317,9 +335,15 @@ def _time(found: RunPlan) -> list[str]:
     if found.seconds_of_launches > found.seconds_of_products:
         lines.append(
             f"  bound by launches: {found.cost.operations} operations a micro-batch at {SECONDS_PER_OPERATION * 1e6:g} µs (assumed); "
-            "larger micro-batches have fewer a token, and a decay other than `channel`, whose scan goes token by token, fewer by far"
+            + _fewer_launches(found)
         )
     return [*lines, "  waiting for data, other ranks, evaluations and saves is not counted"]
+
+
+def _fewer_launches(found: RunPlan) -> str:
+    by_channel = getattr(found.options, "decay", None) == "channel"
+    less = ", and a decay other than `channel`, whose scan goes token by token, fewer by far" if by_channel else ""
+    return f"larger micro-batches have fewer a token{less}"
 
 
 def record(found: RunPlan, changes: list[Change]) -> dict:

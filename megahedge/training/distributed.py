@@ -18,7 +18,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 from megahedge.parallel.topology import Topology
 from megahedge.training.op_builds import prepare_op_builds
 from megahedge.utils.errors import InputError, RunError
+from megahedge.utils.logging import get_logger
 from megahedge.utils.words import divisors, either
+
+logger = get_logger(__name__)
 
 # Long enough for rank 0 to digest a checkpoint of a large model while the others wait for its verdict.
 TIMEOUT = datetime.timedelta(hours=1)
@@ -42,6 +45,7 @@ def init_distributed(tp_size: int) -> Topology:
     """
     if not dist.is_initialized():
         _complete_environment()
+        _check_environment()
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size % tp_size:
         raise InputError(f"--tp_size={tp_size} does not divide the number of processes {world_size}; use {either(divisors(world_size))}")
@@ -50,14 +54,18 @@ def init_distributed(tp_size: int) -> Topology:
     import deepspeed
 
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(_own_gpu(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()))
+    if world_size > 1 and not dist.is_initialized():
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        logger.info("rank 0 of %d: waiting at %s for the others", world_size, where)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     try:
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=TIMEOUT)
-    except dist.DistNetworkError as error:
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = "another job has this port" if "EADDRINUSE" in str(error) else str(error).splitlines()[0]
-        raise RunError(f"the ranks cannot meet at {address}: {reason}; give the launcher another --master_port") from None
+        advice = "give the launcher another --master_port, or set MASTER_ADDR to a name or address that all nodes reach"
+        raise RunError(f"the ranks cannot meet at {address}: {reason}; {advice}") from None
     _tell_where_i_am()
     if backend == "gloo":
         _unname_shared_buffer()
@@ -82,6 +90,40 @@ def _complete_environment() -> None:
     elif missing:
         given = "WORLD_SIZE" if "RANK" in missing else "RANK"
         raise InputError(f"{given} is set without {', '.join(missing)}; start with the deepspeed launcher or torchrun, or set them all")
+
+
+def _check_environment() -> None:
+    """Raise InputError for numbers of ranks that cannot be, at which the ranks would wait for each other in vain."""
+    numbers = {}
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"):
+        value = os.environ[name]
+        if not value.isdecimal():
+            raise InputError(f"the environment says {name}={value!r}, which is no number; start with the deepspeed launcher or torchrun")
+        numbers[name] = int(value)
+    if numbers["RANK"] >= numbers["WORLD_SIZE"]:
+        raise InputError(f"the environment says RANK={numbers['RANK']} of WORLD_SIZE={numbers['WORLD_SIZE']}; ranks count from 0")
+    if not 0 < numbers["MASTER_PORT"] < 1 << 16:
+        raise InputError(f"the environment says MASTER_PORT={numbers['MASTER_PORT']}; ports go from 1 to 65535")
+
+
+def _own_gpu(local_rank: int, visible: int) -> int:
+    """Number of this rank's GPU among those that it sees: where the scheduler shows each rank its own alone, that one."""
+    if local_rank < visible:
+        return local_rank
+    if visible == 1:
+        return 0
+    raise InputError(f"LOCAL_RANK={local_rank} has no GPU: {visible} are visible; start as many ranks a node as it has GPUs")
+
+
+def check_device(gpus: Path = Path("/proc/driver/nvidia/gpus")) -> None:
+    """Raise InputError where this machine has GPUs that torch cannot use: training on its processors would take weeks, unnoticed."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
+    if torch.cuda.is_available() or hidden or not gpus.is_dir() or not any(gpus.iterdir()):
+        return
+    raise InputError(
+        f"this machine has GPUs, and torch {torch.__version__} cannot use them: install torch's CUDA build in this environment (README, "
+        "Installation); to train on the processors all the same, set CUDA_VISIBLE_DEVICES to nothing"
+    )
 
 
 def quiet_deepspeed() -> None:

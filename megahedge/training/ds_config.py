@@ -28,6 +28,19 @@ ALLOWED = {
     "gradient_predivide_factor", "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger",
     "flops_profiler",
 }  # fmt: skip
+# Kinds that DeepSpeed does not look at before it uses the value.
+_KINDS = {
+    "steps_per_print": (int, "a whole number"),
+    "gradient_predivide_factor": ((int, float), "a number above 0"),
+    "comms_logger": (dict, "an object"),
+    "flops_profiler": (dict, "an object"),
+} | {
+    key: (bool, "true or false")
+    for key in (
+        "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "prescale_gradients", "wall_clock_breakdown", "memory_breakdown",
+        "dump_state",
+    )
+}  # fmt: skip
 # Of the section zero_optimization, by key: what it is where it is off, and what to use.  Partitions that our checkpoints cannot reach, sums
 # that are no longer those of another topology, updates at other steps than ours, and old names that DeepSpeed reads past our checks.
 NOT_SUPPORTED = {
@@ -49,12 +62,21 @@ def load_ds_config(path: str) -> dict:
     """Read a DeepSpeed configuration file.  Raises InputError when it is not a JSON object."""
     try:
         with open(path, encoding="utf-8") as handle:
-            config = json.load(handle)
+            config = json.load(handle, object_pairs_hook=_without_repetition)
     except (OSError, ValueError) as error:
         raise InputError(f"--ds_config={path} cannot be read as JSON: {error}") from None
     if not isinstance(config, dict):
         raise InputError(f"--ds_config={path} holds a {type(config).__name__}; a JSON object is needed")
     return config
+
+
+def _without_repetition(pairs: list[tuple[str, object]]) -> dict:
+    """A JSON object.  Raises ValueError for a key that is there twice, of which Python would take the last."""
+    names = [name for name, _ in pairs]
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise ValueError(f"{repeated!r} is there twice")
+    return dict(pairs)
 
 
 def zero_stage(config: dict) -> int:
@@ -116,6 +138,12 @@ def _refuse_unsupported(config: dict, path: str) -> None:
         raise InputError(f"{path}: activation_checkpointing belongs to the option --activation_checkpointing; remove it")
     if unknown:
         raise InputError(f"{path}: {', '.join(unknown)} is not supported; remove it, and keep to {', '.join(sorted(ALLOWED))}")
+    for key, (kind, words) in _KINDS.items():
+        value = config.get(key, "auto")
+        if value == "auto":
+            continue
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool) or (key.endswith("factor") and not value > 0):
+            raise InputError(f"{path}: {key}={json.dumps(value)} is not {words}")
     communication = config.get("communication_data_type")
     if communication is not None and communication not in COMMUNICATION_DTYPES:
         named = json.dumps(communication)

@@ -161,6 +161,12 @@ class TrainingEngine:
         values = (packed / dist.get_world_size()).tolist()
         return values[:-2], values[-2] == 0.0, values[-1] > 0.0
 
+    def any_rank(self, flag: bool) -> bool:
+        """Whether any rank says so; collective."""
+        flags = torch.tensor(float(flag), device=self.device)
+        dist.all_reduce(flags)
+        return bool(flags > 0)
+
     def _gather_bad(self, finite: list[Tensor], positions: list[tuple[int, ...]]) -> list[int]:
         """Sample numbers of the micro-batches, on any rank, whose loss or own gradient was not finite."""
         mine = [sample for flag, part in zip(finite, positions, strict=True) if not flag for sample in part]

@@ -15,6 +15,7 @@ from megahedge.config.options import TrainOptions
 from megahedge.data.loader import BatchLoader
 from megahedge.evaluation.perplexity import Perplexity
 from megahedge.training.checkpointing import BestCheckpoint, Extras, Progress, save_checkpoint
+from megahedge.training.distributed import on_first_rank
 from megahedge.training.engine import StepResult, TrainingEngine
 from megahedge.training.metrics import MetricsLog, loss_of_evaluation
 from megahedge.training.optim import learning_rate
@@ -52,6 +53,8 @@ class Job:
     """What a rank's device can do, 10¹² operations a second; None where that is not known."""
     extras: Extras = dataclasses.field(default_factory=Extras)
     """What a checkpoint holds besides what trains."""
+    stop: StopSignal = dataclasses.field(default_factory=StopSignal)
+    """Whether this rank has been asked to stop."""
 
 
 def train(job: Job, progress: Progress) -> Progress:
@@ -69,49 +72,53 @@ def train(job: Job, progress: Progress) -> Progress:
     best = None
     if options.keep_best:
         best = BestCheckpoint(job.run.checkpoints, options.keep_last, functools.partial(loss_of_evaluation, job.run.metrics_file))
-    with StopSignal() as stop:
-        if progress.step == 0 or progress.evaluation_due:
-            progress = dataclasses.replace(progress, evaluation_due=False)
+    if job.engine.any_rank(job.stop.requested):
+        log_agreed(logger, logging.WARNING, "asked to stop by a signal before the first step: nothing to save; --resume begins here again")
+        return progress
+    if progress.step >= last_step and not progress.finished(total_steps):
+        log_agreed(logger, logging.WARNING, "--stop_after=%s: the run stands at step %d already", options.stop_after, progress.step)
+    if progress.step == 0 or progress.evaluation_due:
+        progress = dataclasses.replace(progress, evaluation_due=False)
+        measured = _evaluate(job, progress)
+        if best is not None and progress.step > 0:
+            best.consider(progress.step, measured.loss, is_written=True, save=lambda: True)  # it is where the run has resumed
+        if progress.step == 0 and not math.isfinite(measured.loss):
+            raise RunError(
+                f"the validation loss is {measured.loss} before the first step: the weights that the run starts from hold NaN or "
+                f"infinity, or overflow in --dtype {options.dtype}"
+            )
+    all_tokens = total_steps * options.tokens_per_step
+    speed = _Speed(job)
+    bar = ProgressBar(all_tokens, "tokens", initial=progress.tokens, description="training", enabled=first_rank)
+    while progress.step < last_step:
+        step = progress.step + 1
+        # dropout and the like draw from a state that is a function of the step, so a restart needs no saved generators
+        torch.manual_seed((options.seed << 32) + (step << 12) + dist.get_rank())
+        lr = learning_rate(step, total_steps, options)
+        with speed.step():
+            result = job.engine.train_step(job.loader.micro_batches(progress.samples), lr, stop_requested=job.stop.requested)
+        progress = _advance(progress, result, options)
+        if not result.applied:
+            _report_skipped(job, progress, result)
+        if step % options.log_interval == 0 or step == total_steps:
+            _log_step(job, progress, result, lr, speed.take())
+        shown = {"loss": f"{result.loss:.4f}", "lr": f"{lr:.2e}", "grad_norm": f"{result.grad_norm:.3f}"}
+        bar.update(options.tokens_per_step, **shown, step=f"{step}/{total_steps}")
+        evaluate_now = step % options.eval_interval == 0 or step == total_steps
+        # the checkpoint before the evaluation, which may take long: a kill, or whoever asks to stop, then costs the evaluation alone
+        is_written = False
+        if result.stop_requested or step % options.save_interval == 0 or step == last_step:
+            saved = dataclasses.replace(progress, evaluation_due=evaluate_now)
+            is_written = _save(job, saved, needed=result.stop_requested or step == last_step)
+        if result.stop_requested:
+            progress = saved
+            log_agreed(logger, logging.WARNING, "asked to stop by a signal: saved at step %d; --resume goes on from there", step)
+            break
+        if evaluate_now:
             measured = _evaluate(job, progress)
-            if best is not None and progress.step > 0:
-                best.consider(progress.step, measured.loss, is_written=True, save=lambda: True)  # it is where the run has resumed
-            if progress.step == 0 and not math.isfinite(measured.loss):
-                raise RunError(
-                    f"the validation loss is {measured.loss} before the first step: the weights that the run starts from hold NaN or "
-                    f"infinity, or overflow in --dtype {options.dtype}"
-                )
-        all_tokens = total_steps * options.tokens_per_step
-        speed = _Speed(job)
-        bar = ProgressBar(all_tokens, "tokens", initial=progress.tokens, description="training", enabled=first_rank)
-        while progress.step < last_step:
-            step = progress.step + 1
-            # dropout and the like draw from a state that is a function of the step, so a restart needs no saved generators
-            torch.manual_seed((options.seed << 32) + (step << 12) + dist.get_rank())
-            lr = learning_rate(step, total_steps, options)
-            with speed.step():
-                result = job.engine.train_step(job.loader.micro_batches(progress.samples), lr, stop_requested=stop.requested)
-            progress = _advance(progress, result, options)
-            if not result.applied:
-                _report_skipped(job, progress, result)
-            if step % options.log_interval == 0 or step == total_steps:
-                _log_step(job, progress, result, lr, speed.take())
-            shown = {"loss": f"{result.loss:.4f}", "lr": f"{lr:.2e}", "grad_norm": f"{result.grad_norm:.3f}"}
-            bar.update(options.tokens_per_step, **shown, step=f"{step}/{total_steps}")
-            evaluate_now = step % options.eval_interval == 0 or step == total_steps
-            # the checkpoint before the evaluation, which may take long: a kill, or whoever asks to stop, then costs the evaluation alone
-            is_written = False
-            if result.stop_requested or step % options.save_interval == 0 or step == last_step:
-                saved = dataclasses.replace(progress, evaluation_due=evaluate_now)
-                is_written = _save(job, saved, needed=result.stop_requested or step == last_step)
-            if result.stop_requested:
-                progress = saved
-                log_agreed(logger, logging.WARNING, "asked to stop by a signal: saved at step %d; --resume goes on from there", step)
-                break
-            if evaluate_now:
-                measured = _evaluate(job, progress)
-                if best is not None:
-                    best.consider(step, measured.loss, is_written, save=functools.partial(_save, job, progress, needed=False))
-        bar.close()
+            if best is not None:
+                best.consider(step, measured.loss, is_written, save=functools.partial(_save, job, progress, needed=False))
+    bar.close()
     logger.info("step %d of %d after %s", progress.step, total_steps, format_seconds(time.monotonic() - started))
     if progress.finished(total_steps):
         measured = measured or job.evaluate()
@@ -126,6 +133,7 @@ def train(job: Job, progress: Progress) -> Progress:
 def _save(job: Job, progress: Progress, needed: bool) -> bool:
     """Write a checkpoint; returns whether it was written.  Raises RunError if one that the run ends on could not be written."""
     root, keep_last = job.run.checkpoints, job.options.keep_last
+    on_first_rank(lambda: _mend_folder(job), f"writing to {job.run.path}")
     with job.engine.timer.host_part("save"):
         written = save_checkpoint(job.engine, job.student, root, progress, job.record, keep_last, job.extras)
     if written:
@@ -133,6 +141,14 @@ def _save(job: Job, progress: Progress, needed: bool) -> bool:
     if needed and not written:
         raise RunError(f"the run ends at step {progress.step} and its checkpoint could not be written; --resume goes on from an older one")
     return written
+
+
+def _mend_folder(job: Job) -> None:
+    """Weeks of work must not end in a folder that no --resume understands because somebody has tidied up meanwhile."""
+    if job.run.restore_record():
+        job.metrics.reopen()
+        text = "%s was removed while the run writes there: its record is written again; older metrics and checkpoints are gone"
+        logger.error(text, job.run.path)
 
 
 def _advance(progress: Progress, result: StepResult, options: TrainOptions) -> Progress:

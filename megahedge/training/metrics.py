@@ -43,7 +43,8 @@ def _parse_line(line: str) -> dict | None:
         entry = json.loads(line)
     except ValueError:
         return None
-    return entry if isinstance(entry, dict) and {"kind", "step"} <= entry.keys() else None
+    sound = isinstance(entry, dict) and isinstance(entry.get("kind"), str) and type(entry.get("step")) is int
+    return entry if sound else None
 
 
 def check_wandb(project: str | None) -> None:
@@ -93,6 +94,12 @@ class MetricsLog:
                 self._handle = None
         if self._wandb is not None:
             self._wandb.log({f"{kind}/{name}": value for name, value in values.items()}, step=step)
+
+    def reopen(self) -> None:
+        """Go on in a new file, where the one that was open is no longer the one of that name."""
+        if self._handle is not None:
+            self._handle.close()
+            self._handle = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 (lives as long as the run)
 
     def close(self) -> None:
         """Close the file and the Weights & Biases run."""

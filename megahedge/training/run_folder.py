@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from megahedge.checkpoint.store import complete_checkpoints
+from megahedge.checkpoint.store import best_checkpoint, complete_checkpoints
 from megahedge.config.options import TrainOptions
 from megahedge.utils.errors import InputError, RunError
 from megahedge.utils.files import file_lock, is_temporary_file, read_json, remove_temporary_files, write_json
@@ -45,6 +45,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.summary_file = self.path / "summary.json"
         self._lock_file = self.path / ".lock"
+        self._record = None
 
     def check(self, options: TrainOptions) -> None:
         """Refuse to write over another run, or to resume one under options that would make it another.
@@ -57,6 +58,8 @@ class RunFolder:
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             reason = "may not be written" if parent.is_dir() else "is a file"
             raise InputError(f"--output_dir={self.path} cannot be made: {parent} {reason}; name a folder elsewhere")
+        if self.checkpoints.exists() and not self.checkpoints.is_dir():
+            raise InputError(f"{self.checkpoints} is no folder; remove it, or name another --output_dir")
         if not self.record_file.is_file():
             if self.path.is_dir() and not all(path == self._lock_file or is_temporary_file(path) for path in self.path.iterdir()):
                 raise InputError(f"--output_dir={self.path} is not empty and holds no run; name another folder")
@@ -70,6 +73,8 @@ class RunFolder:
             raise InputError(f"{self.record_file} holds no options of a run; put it right, or name another --output_dir")
         now = _plain(dataclasses.asdict(options))
         changed = [name for name in now if name in before and name not in MAY_CHANGE and before[name] != now[name]]
+        if options.keep_best and best_checkpoint(self.checkpoints) and before.get("eval_tokens") != now["eval_tokens"]:
+            changed.append("eval_tokens")  # the best checkpoint's loss would be compared with those of other tokens
         if changed:
             pairs = ", ".join(f"--{name} {before[name]} (now {now[name]})" for name in changed)
             why = "; the learning rate's schedule and the order of samples are made for these" if "train_tokens" in changed else ""
@@ -132,9 +137,17 @@ class RunFolder:
         if self.record_file.is_file():
             before = self.read_record()
             history = before.pop("history", [])
-            record["history"] = [*history, before]
+            record["history"] = [*(history if isinstance(history, list) else []), before]
         remove_temporary_files(self.path)
         write_json(self.record_file, record)
+        self._record = record
+
+    def restore_record(self) -> bool:
+        """Write run.json again where somebody has removed it, or the whole folder, while the run is at it; whether that was so."""
+        if self._record is None or self.record_file.exists():
+            return False
+        write_json(self.record_file, self._record)
+        return True
 
 
 def _plain(value):

@@ -1,14 +1,20 @@
 """Preemption: the scheduler's signal is noted here and acted on at the next step boundary."""
 
+import os
 import signal
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+from megahedge.utils.logging import global_rank
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_TOLD = b"\nstopping at the end of this step, with a checkpoint; Ctrl-C again ends at once\n"
 
 
 class StopSignal:
-    """Within `with`, SIGTERM and SIGUSR1 set `requested` instead of ending the process.
+    """Within `with`, SIGTERM, SIGUSR1 and the first SIGINT set `requested` instead of ending the process; a second SIGINT ends it.
 
     Any one rank's request reaches all ranks in the step's all-reduce, so it is enough that one of them is told.
+    Once a stop has been requested, SIGTERM and SIGUSR1 are ignored after `with` as well: who asks twice, as schedulers do, must not
+    end a rank that has saved and is about to leave by itself.
     """
 
     def __init__(self):
@@ -20,8 +26,15 @@ class StopSignal:
         return self
 
     def _note(self, number, frame):
-        self.requested = True  # and nothing else: the signal may have come in the middle of a log line
+        """No logging here: the signal may have come in the middle of a log line."""
+        if number == signal.SIGINT:
+            if self.requested:
+                raise KeyboardInterrupt
+            if global_rank() == 0:
+                os.write(2, _TOLD)
+        self.requested = True
 
     def __exit__(self, *exception):
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            ignore = self.requested and number != signal.SIGINT
+            signal.signal(number, signal.SIG_IGN if ignore else handler)

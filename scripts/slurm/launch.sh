@@ -13,6 +13,10 @@ trap 'stopped=yes' USR1
 launch() {
     local script=$1 folder address port status=0 step
     shift
+    if [ -z "${SLURM_JOB_NODELIST:-}" ]; then
+        echo "this is a job for Slurm: submit it with sbatch; without Slurm, call the deepspeed launcher (scripts/slurm/README.md)" >&2
+        exit 2
+    fi
     folder=$(output_dir "$@")
     address=${MASTER_ADDR:-$(first_node)}
     port=${MASTER_PORT:-$(free_port)}

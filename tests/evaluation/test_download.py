@@ -1,6 +1,11 @@
 """tools/download.py: what it fetches lies where the other commands look, and bad input is one line."""
 
+import concurrent.futures
 import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
@@ -12,6 +17,8 @@ from megahedge.evaluation.download import DownloadOptions, download
 from megahedge.evaluation.tasks import PAPER_METRICS
 from megahedge.utils.errors import InputError
 from tests.evaluation.small import byte_tokenizer, write_run
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -39,6 +46,40 @@ def test_text_that_is_there_is_not_fetched_again(hub, tmp_path):
     download(options)
     download(options)
     assert hub == [("someone/text", "train")]
+
+
+def test_text_that_cannot_be_read_is_not_taken_for_done(hub, tmp_path):
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "dataset_info.json").write_text("broken")
+    with pytest.raises(InputError, match=r"--text_dir=.*raw holds text that cannot be read .*; remove it, or name a new folder"):
+        DownloadOptions(text="someone/text", text_dir=str(tmp_path / "raw"))
+
+
+def test_two_downloads_at_once_make_one_folder(hub, tmp_path):
+    """As of two nodes: one waits while the other writes, and finds what it has written."""
+    folder = tmp_path / "raw"
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        options = DownloadOptions(text="someone/text", text_dir=str(folder))
+        list(pool.map(download, [options, options]))
+    assert list(iterate_texts([str(folder)])) == ["one", "two"]
+    assert sorted(path.name for path in tmp_path.iterdir() if "raw" in path.name) == ["raw"]
+
+
+@pytest.mark.parametrize("name", ["nobody/nothing", "/nowhere/x"])
+def test_names_that_are_not_there_are_one_line_in_a_fresh_process(name):
+    """Nothing has imported the hub's client before, as its parts are modules of their own."""
+    code = "import sys; from megahedge.models import hub; hub.was_downloaded(sys.argv[1]); hub.resolve_pretrained(sys.argv[1])"
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, env=environment)
+    assert f"InputError: '{name}' is no local folder" in run.stderr.splitlines()[-1], run.stderr
+
+
+def test_the_command_names_what_it_cannot_find():
+    command = [sys.executable, str(REPOSITORY / "tools" / "download.py"), "--teacher", "nobody/nothing"]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 2 and run.stderr.splitlines()[-1].startswith("error: 'nobody/nothing' is no local folder and could not be had")
+    assert "Traceback" not in run.stderr
 
 
 def test_rows_of_tasks_are_read_once_so_that_they_lie_in_the_cache(monkeypatch):

@@ -255,6 +255,24 @@ def test_a_task_of_an_array_runs_its_line_and_goes_back_alone(repository):
     assert _requeued(repository) == ["77_2"]
 
 
+@pytest.mark.parametrize("name", ["stage1", "stage2", "two_stage", "array", "evaluate"])
+def test_a_job_that_is_submitted_elsewhere_says_where_to(name, tmp_path):
+    done = subprocess.run(["bash", FILES / f"{name}.sbatch", "x"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and f"{name}.sbatch: submit it in the root of the repository" in done.stderr
+
+
+def test_a_job_without_slurm_says_so():
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    done = subprocess.run(["bash", FILES / "stage1.sbatch"], cwd=REPOSITORY, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and "this is a job for Slurm: submit it with sbatch" in done.stderr
+
+
+def test_an_array_needs_a_file_of_commands():
+    environment = os.environ | {"SLURM_ARRAY_TASK_ID": "1"}
+    done = subprocess.run(["bash", FILES / "array.sbatch", "missing"], cwd=REPOSITORY, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and "array.sbatch: the first word must be a file of commands, and is 'missing'" in done.stderr
+
+
 def test_a_task_without_a_line_fails(repository):
     assert _start_array(repository, 3).wait(30) == 2
     assert not list(repository.glob("rank-*.json"))

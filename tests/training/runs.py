@@ -32,6 +32,7 @@ from megahedge.stages.base import plan_run, run_stage
 from megahedge.stages.pretrain import Pretrain, pretrain
 from megahedge.training import checkpointing, loop
 from megahedge.training.metrics import TIMING_KEYS, MetricsLog, read_metrics
+from megahedge.training.signals import SIGNALS
 
 REPOSITORY = Path(__file__).parents[2]
 VOCAB_SIZE = 97
@@ -268,6 +269,7 @@ def _make_run(folder: Path, run: Run) -> str | None:
             copy_crashed(folder / run.copied_from, folder / run.name, run.crashed_after)
         dist.barrier()
     options = PretrainOptions(**arguments(folder, **({"run": run.name} | run.changes)))
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     with _spoiled(run):
         try:
             _train(run, options)
@@ -275,6 +277,9 @@ def _make_run(folder: Path, run: Run) -> str | None:
             if run.expected_error is None or run.expected_error not in str(error):
                 raise
             return str(error)
+        finally:
+            for number, handler in handlers.items():  # a run that was asked to stop leaves them ignored
+                signal.signal(number, handler)
     return None
 
 

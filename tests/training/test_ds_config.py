@@ -172,3 +172,28 @@ def test_offload_that_deepspeed_would_ignore_is_refused_with_the_stages_that_hav
         merge({"zero_optimization": {"stage": stage, key: {"device": "cpu"}}})
     merge({"zero_optimization": {"stage": stage, key: {"device": "none"}}})
     merge({"zero_optimization": {"stage": 3, key: {"device": "cpu"}}})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("comms_logger", 5, "an object"),
+        ("flops_profiler", "on", "an object"),
+        ("steps_per_print", "x", "a whole number"),
+        ("steps_per_print", True, "a whole number"),
+        ("prescale_gradients", "no", "true or false"),
+        ("wall_clock_breakdown", 1, "true or false"),
+        ("gradient_predivide_factor", 0, "a number above 0"),
+    ],
+)
+def test_values_of_a_wrong_kind_are_refused_before_the_run(key, value, words):
+    with pytest.raises(InputError, match=f"{key}={re.escape(json.dumps(value))} is not {words}"):
+        merge({key: value})
+    merge({key: "auto"})
+
+
+def test_a_key_that_is_there_twice_is_refused(tmp_path):
+    path = tmp_path / "twice.json"
+    path.write_text('{"zero_optimization": {"stage": 1}, "zero_optimization": {"stage": 3}}')
+    with pytest.raises(InputError, match="cannot be read as JSON: 'zero_optimization' is there twice"):
+        load_ds_config(str(path))

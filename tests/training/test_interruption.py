@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +17,17 @@ from megahedge.checkpoint.store import complete_checkpoints
 from megahedge.training.metrics import read_metrics
 from tests.training.conftest import LONG_STEPS
 from tests.training.processes import SCRIPT, Command, start
-from tests.training.runs import GLOBAL_BATCH_SIZE, REPOSITORY, SEQ_LEN, assert_same_end, command_line
+from tests.training.runs import (
+    GLOBAL_BATCH_SIZE,
+    REPOSITORY,
+    SEQ_LEN,
+    STEPS,
+    assert_same_end,
+    checkpoint_at,
+    command_line,
+    differing,
+    measured,
+)
 
 
 def _finish(options, folder):
@@ -94,7 +105,45 @@ def _start_two(options: dict, folder: Path, **changes) -> list[Command]:
     return [start(options, folder / f"rank{rank}", environment=place, **changes) for rank, place in enumerate(places)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_before_the_first_step_ends_the_run_well(options, tmp_path, made):
+    """While it writes its record, when most of the start is over."""
+    command = start(options(), tmp_path, hold=("record", 1))
+    command.wait_until_held()
+    command.signal(signal.SIGUSR1)
+    command.release()
+    status, stderr = command.finish()
+    assert status == 0, stderr
+    assert "asked to stop by a signal before the first step" in stderr
+    _finish(options(), tmp_path)
+    assert_same_end(tmp_path / "run", made("zero1"))
+
+
+def test_a_storm_of_signals_ends_well(options, tmp_path):
+    """As of a scheduler that repeats itself until the job is gone: after the save, too."""
+    command = start(options(), tmp_path, hold=("evaluation", 1))
+    command.wait_until_held()
+    command.release()
+    while command.running:
+        command.signal(signal.SIGTERM)
+        time.sleep(0.01)
+    status, stderr = command.finish()
+    assert status == 0, stderr
+
+
+def test_a_folder_that_is_removed_during_the_run_is_made_again(options, tmp_path, made):
+    command = start(options(), tmp_path, hold=("evaluation", 2))
+    command.wait_until_held()
+    shutil.rmtree(tmp_path / "run")
+    command.release()
+    status, stderr = command.finish()
+    assert status == 0, stderr
+    assert "was removed while the run writes there: its record is written again" in stderr
+    _finish(options(), tmp_path)  # understands what it finds, and has nothing left to do
+    assert differing(checkpoint_at(tmp_path / "run", STEPS), checkpoint_at(made("zero1"), STEPS)) == []
+    assert measured(tmp_path / "run") == measured(made("zero1"))[-len(measured(tmp_path / "run")) :]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_makes_the_run_save_and_end_well(number, options, tmp_path, made):
     """It comes during the evaluation after step 10; no checkpoint is due before the end, so what there is was saved because of it."""
     command = start(options(save_interval=1000), tmp_path, hold=("evaluation", 2))

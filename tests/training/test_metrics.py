@@ -1,12 +1,9 @@
-"""metrics.jsonl over kills, restarts and values that are no numbers; the signals that stop a run."""
+"""metrics.jsonl over kills, restarts and values that are no numbers."""
 
 import json
-import os
-import signal
 
 from megahedge.training import metrics
 from megahedge.training.metrics import MetricsLog, read_metrics
-from megahedge.training.signals import SIGNALS, StopSignal
 
 
 def write(path, resumed_step, steps):
@@ -85,19 +82,11 @@ def test_no_file_is_no_lines(tmp_path):
     assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
-def test_signals_are_noted_and_the_old_handlers_come_back():
-    before = [signal.getsignal(number) for number in SIGNALS]
-    for number in SIGNALS:
-        with StopSignal() as stop:
-            assert not stop.requested
-            os.kill(os.getpid(), number)
-            assert stop.requested
-    assert [signal.getsignal(number) for number in SIGNALS] == before
-
-
 def test_lines_that_something_has_damaged_are_left_out_with_a_warning(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"kind": "train", "step": 1, "loss": 1.0}\ngarbage\n[3]\n{"kind": "train", "step": 2, "loss": 0.5}\n')
+    damaged = ["garbage", "[3]", '{"kind": "train", "step": "x"}', '{"kind": "train", "step": null}']
+    sound = ['{"kind": "train", "step": 1, "loss": 1.0}', '{"kind": "train", "step": 2, "loss": 0.5}']
+    path.write_text("\n".join([sound[0], *damaged, sound[1], ""]))
     MetricsLog(path, resumed_step=2).close()
     assert [line["step"] for line in read_metrics(path)] == [1, 2]
-    assert "2 lines cannot be read" in caplog.text
+    assert "4 lines cannot be read" in caplog.text

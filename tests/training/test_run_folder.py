@@ -70,6 +70,29 @@ def test_a_folder_in_use_is_refused_at_once_or_after_a_time(folder):
         pass
 
 
+def test_a_best_checkpoint_is_compared_on_the_same_tokens_alone(folder, options):
+    more = dataclasses.replace(options, resume=True, eval_tokens=5)
+    folder.check(more)
+    folder.checkpoints.mkdir()
+    (folder.checkpoints / "step-00000005").mkdir()
+    (folder.checkpoints / "best").symlink_to("step-00000005")
+    folder.check(more)
+    with pytest.raises(InputError, match=r"--eval_tokens 1000000 \(now 5\)"):
+        folder.check(dataclasses.replace(more, keep_best=True))
+
+
+def test_checkpoints_must_be_a_folder(folder, options):
+    folder.checkpoints.write_text("")
+    with pytest.raises(InputError, match="checkpoints is no folder"):
+        folder.check(dataclasses.replace(options, resume=True))
+
+
+def test_a_history_that_is_none_does_not_end_a_run(folder, options):
+    folder.record_file.write_text(json.dumps(folder.read_record() | {"history": 5}))
+    folder.write_record("pretrain", options, {"resumed_at_step": 9})
+    assert [start["resumed_at_step"] for start in folder.read_record()["history"]] == [0]
+
+
 def test_a_damaged_record_is_the_users_error(folder, options):
     folder.record_file.write_text('{"options": ')
     with pytest.raises(InputError, match=r"run\.json cannot be read"):

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from megahedge.config.options import DataOptions
-from megahedge.data.preprocess import PreprocessConfig
+from megahedge.data.merge import MergeConfig
 from megahedge.utils.cli import REFUSED_FILE, Count, field_docs, parse_options, positional, run_main
 from megahedge.utils.errors import InputError, RunError
 
@@ -229,8 +229,8 @@ def test_a_bad_config_file_is_refused_by_name(tmp_path, content, said):
 
 
 def test_missing_options_are_named_as_they_are_typed():
-    with pytest.raises(InputError, match=r"^--output_prefix and --tokenizer must be given"):
-        parse_options(PreprocessConfig, [])
+    with pytest.raises(InputError, match=r"^--input and --output_prefix must be given"):
+        parse_options(MergeConfig, [])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import huggingface_hub
+import huggingface_hub.constants
 import lm_eval.tasks
 import yaml
 from lm_eval.tasks import TaskManager
