@@ -6,31 +6,27 @@ Megatron's packing.  With T tokens in the corpus and L = seq_len:
     once an epoch; a sample may straddle documents and the border between epochs, and T may be smaller than L;
   - the samples that start in epoch e are ceil(e*T/L) to ceil((e+1)*T/L) - 1; they are permuted among themselves, keyed by (seed, e).
 Nothing depends on the length of the run, so a longer budget keeps the order of a shorter one.
+
+megatron-core's GPTDataset cuts its stream of documents into the same samples (a test lets it do so with our order), but orders otherwise:
+it shuffles with numpy's RandomState over all epochs of a run at once but the last, so that its order changes with the budget, and it
+leaves out what fills no sample at the stream's end, where ours goes on into the next epoch.
 """
 
 import functools
-import hashlib
 import itertools
-import logging
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from megahedge.data.indexed_dataset import IndexedDataset, bin_path, idx_path
+from megahedge.data.index_cache import ArrayCache
+from megahedge.data.indexed_dataset import IndexedDataset
 from megahedge.utils.errors import InputError
-from megahedge.utils.files import atomic_write, file_lock
-from megahedge.utils.logging import get_logger, log_once
 
-_FORMAT = 1  # of the order and of the cache; a change makes old caches miss
 _GOLDEN = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
-_MIN_CACHED_ENTRIES = 1 << 17  # smaller arrays are rebuilt in milliseconds; a tiny corpus has thousands of epochs
 _EPOCHS_IN_MEMORY = 4
 _BLOCK = 1 << 16  # hashed at a time, so that they stay in the processor's cache
-
-logger = get_logger(__name__)
 
 
 def permutation(length: int, seed: int, epoch: int, purpose: int) -> np.ndarray:
@@ -121,7 +117,7 @@ class SampleIndex:
         self.dataset = dataset
         self.seq_len = seq_len
         self.seed = seed
-        self._cache = _ArrayCache(dataset, cache_dir)
+        self._cache = ArrayCache(dataset, cache_dir)
         self._document_order = functools.lru_cache(_EPOCHS_IN_MEMORY)(self._load_document_order)
         self._sample_order = functools.lru_cache(_EPOCHS_IN_MEMORY)(self._load_sample_order)
 
@@ -196,50 +192,3 @@ def _permuted_starts(dataset: IndexedDataset, documents: np.ndarray) -> np.ndarr
         part = documents[first : first + _BLOCK]
         starts[first + 1 : first + 1 + len(part)] = dataset.lengths_of(part)
     return np.cumsum(starts, out=starts)
-
-
-class _ArrayCache:
-    """int64 arrays derived from one dataset, kept as .npy files under a key of the dataset's content."""
-
-    def __init__(self, dataset: IndexedDataset, folder: str | os.PathLike | None):
-        self._dataset = dataset
-        self._folder = Path(folder) if folder else Path(dataset.prefix).parent / ".index_cache"
-
-    def get(self, name: str, length: int, build) -> np.ndarray:
-        """The array `name` of `length` entries: mapped from its file, or built, and stored if it is large."""
-        if length < _MIN_CACHED_ENTRIES:
-            return build()
-        path = self._folder / f"{self._key(name)}.npy"
-        try:
-            array = self._load(path, length)
-            if array is not None:
-                return array
-            with file_lock(self._folder / "lock"):
-                array = self._load(path, length)  # another process may have built it while this one waited
-                if array is None:
-                    with atomic_write(path) as handle:
-                        np.save(handle, build())
-                    array = self._load(path, length)
-                # a file system without working locks may let another writer in between
-                return build() if array is None else array
-        except OSError as error:
-            log_once(logger, logging.INFO, f"cannot use {self._folder} ({error.strerror}); every process builds its own sample order")
-            return build()
-
-    def _load(self, path: Path, length: int) -> np.ndarray | None:
-        if not path.is_file():
-            return None
-        try:
-            array = np.load(path, mmap_mode="r")
-        except (ValueError, EOFError):
-            logger.warning("%s is damaged and is built again", path)
-            return None
-        return np.asarray(array) if array.shape == (length,) and array.dtype == np.int64 else None
-
-    def _key(self, name: str) -> str:
-        return hashlib.sha256(f"{_FORMAT} {self._content} {name}".encode()).hexdigest()[:32]
-
-    @functools.cached_property
-    def _content(self) -> str:
-        stats = [path.stat() for path in (bin_path(self._dataset.prefix), idx_path(self._dataset.prefix))]
-        return " ".join([self._dataset.index_digest, *(f"{stat.st_size} {stat.st_mtime_ns}" for stat in stats)])

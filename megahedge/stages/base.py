@@ -16,6 +16,7 @@ from megahedge.config.model import ModelConfig
 from megahedge.config.options import BatchPlan, TrainOptions, plan_batches
 from megahedge.config.published import known_gpu
 from megahedge.data.blending import parse_data_path
+from megahedge.data.index_cache import check_ids
 from megahedge.data.indexed_dataset import IndexedDataset
 from megahedge.data.loader import BatchLoader, TrainingData, ValidationData
 from megahedge.data.meta import check_documents, check_tokenizer, dataset_digest, eod_density, find_split, load_meta, tokenizer_digest
@@ -139,6 +140,9 @@ def plan_run(
         _find_validation(options), options.seq_len, options.eval_tokens, model.vocab_size, mark_documents=mark, mmap=mmap
     )
     data = TrainingData(options.data_path, options.seq_len, options.seed, mmap=mmap)
+    for dataset in (validation.dataset, *(index.dataset for index in data.indices)):
+        if load_meta(dataset.prefix) is None:
+            check_ids(dataset, model.vocab_size)
     if options.reset_at_documents:
         for dataset in (validation.dataset, *(index.dataset for index in data.indices)):
             check_documents(dataset)
@@ -161,7 +165,7 @@ def _find_validation(options: TrainOptions) -> str:
 def _check_data(options: TrainOptions, model: ModelConfig, tokenizer, tokenizer_source: str) -> str:
     """Every corpus must have been made with this tokenizer, and its ids must fit the model's vocabulary; returns its digest.
 
-    Data of other programs has no meta to ask; its ids are checked as they are read.
+    Data of other programs has no meta to ask; its ids are looked at.
     """
     largest_id = max(tokenizer.get_vocab().values())
     if largest_id >= model.vocab_size:

@@ -66,7 +66,11 @@ def _peak_of_gpu(work: Work) -> int:
 
 
 def _peak_of_process(make: Callable[[], Work]) -> int:
-    work = make()
+    return peak_of(make())
+
+
+def peak_of(work: Work) -> int:
+    """Most memory that `work()` takes in this process beyond what it held before (Linux)."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is held now
     before = _resident("VmRSS")
     work()

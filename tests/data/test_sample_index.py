@@ -8,6 +8,7 @@ import pytest
 from data_helpers import numbered_documents, random_lengths, write_pair
 
 import megahedge.data.sample_index as sample_index
+from megahedge.data import index_cache
 from megahedge.data.indexed_dataset import bin_path
 from megahedge.data.sample_index import SampleIndex, permutation
 from megahedge.utils.errors import InputError
@@ -159,7 +160,7 @@ class TestCache:
 
     @pytest.fixture(autouse=True)
     def cache_everything(self, monkeypatch):
-        monkeypatch.setattr(sample_index, "_MIN_CACHED_ENTRIES", 1)
+        monkeypatch.setattr(index_cache, "_MIN_CACHED_ENTRIES", 1)
 
     def test_second_process_reads_what_the_first_built(self, tmp_path, monkeypatch):
         dataset = corpus(tmp_path, random_lengths(50, 1, 20))
@@ -170,7 +171,7 @@ class TestCache:
     def test_cached_order_equals_the_one_in_memory(self, tmp_path, monkeypatch):
         dataset = corpus(tmp_path, random_lengths(50, 1, 20))
         cached = read_all(SampleIndex(dataset, 8, 1, tmp_path / "cache"), 150)
-        monkeypatch.setattr(sample_index, "_MIN_CACHED_ENTRIES", 1 << 60)
+        monkeypatch.setattr(index_cache, "_MIN_CACHED_ENTRIES", 1 << 60)
         np.testing.assert_array_equal(read_all(SampleIndex(dataset, 8, 1), 150), cached)
 
     def test_replaced_data_is_not_served_with_the_old_index(self, tmp_path, monkeypatch):
@@ -179,7 +180,7 @@ class TestCache:
         read_all(SampleIndex(old, 4, 1, tmp_path / "cache"), 6)
         new = corpus(tmp_path, [9, 3, 8, 4])
         served = read_all(SampleIndex(new, 4, 1, tmp_path / "cache"), 6)
-        monkeypatch.setattr(sample_index, "_MIN_CACHED_ENTRIES", 1 << 60)
+        monkeypatch.setattr(index_cache, "_MIN_CACHED_ENTRIES", 1 << 60)
         np.testing.assert_array_equal(served, read_all(SampleIndex(new, 4, 1), 6))
 
     def test_key_follows_content_seed_and_length(self, tmp_path):
@@ -212,3 +213,16 @@ class TestCache:
         (tmp_path / "file").write_text("no folder can be made here")
         served = read_all(SampleIndex(dataset, 8, 1, tmp_path / "file" / "cache"), 30)
         np.testing.assert_array_equal(served, read_all(SampleIndex(dataset, 8, 1, tmp_path / "cache"), 30))
+
+
+def test_ids_of_data_that_nothing_vouches_for_are_looked_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(index_cache, "_BLOCK_TOKENS", 7)
+    dataset = write_pair(tmp_path / "x", numbered_documents([5, 30, 15]))
+    index_cache.check_ids(dataset, 50)
+    with pytest.raises(InputError, match=r"x holds the token id 49, outside the vocabulary of 49: another tokenizer made it"):
+        index_cache.check_ids(dataset, 49)
+    monkeypatch.setattr(index_cache, "_range_of_ids", None)  # from here on the answer comes from the disk
+    index_cache.check_ids(dataset, 50)
+    monkeypatch.undo()
+    with pytest.raises(InputError, match="negative holds the token id -1"):
+        index_cache.check_ids(write_pair(tmp_path / "negative", [[3, -1, 2]], np.int32), 50)
