@@ -42,6 +42,8 @@ class DataOptions:
     """Sequences per rank per forward; auto is the largest divisor of global_batch_size / dp_size that is at most 4."""
     reset_at_documents: bool = False
     """Documents of a sequence do not see each other: attention, scan, convolution and positions start anew where the index begins one."""
+    index_cache_dir: str | None = None
+    """Folder for what is derived from large data, such as orders of samples (default: .index_cache beside the data)."""
     mmap: bool = True
     """Map the data files into memory; --no_mmap reads them, for file systems on which mapped files are slow."""
     eval_tokens: Count = 10**6

@@ -4,10 +4,17 @@ import bz2
 import gzip
 import io
 import lzma
+import re
 import zlib
 
-MAGIC = {".gz": b"\x1f\x8b", ".bz2": b"BZh", ".xz": b"\xfd7zXZ\x00", ".zst": b"\x28\xb5\x2f\xfd"}
-"""First bytes by suffix."""
+# The first bytes by suffix; bzip2's begin like a word, so that its block's are looked at as well.
+MAGIC = {
+    ".gz": re.compile(rb"\x1f\x8b\x08"),
+    ".bz2": re.compile(rb"BZh[1-9](1AY&SY|\x17\x72\x45\x38\x50\x90)"),
+    ".xz": re.compile(rb"\xfd7zXZ\x00"),
+    ".zst": re.compile(rb"\x28\xb5\x2f\xfd"),
+}
+_HEAD_BYTES = 16
 _BUFFER_BYTES = 1 << 20
 
 
@@ -27,8 +34,8 @@ def open_decompressed(name: str, raw: io.RawIOBase) -> io.BufferedReader:
     Raises DamagedStream for a file that is not compressed as its name says.
     """
     buffered = io.BufferedReader(raw, _BUFFER_BYTES)
-    head = buffered.peek(max(map(len, MAGIC.values())))
-    found = next((suffix for suffix, magic in MAGIC.items() if head.startswith(magic)), "")
+    head = buffered.peek(_HEAD_BYTES)
+    found = next((suffix for suffix, magic in MAGIC.items() if magic.match(head)), "")
     named = compression_suffix(name)
     if named and head and not found:
         raise DamagedStream(f"it is named {named} but is not compressed so")

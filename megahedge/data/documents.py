@@ -9,10 +9,14 @@ import json
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from megahedge.data.compression import DamagedStream, open_decompressed
+from megahedge.data.compression import DamagedStream, compression_suffix, open_decompressed
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+LINE_SUFFIXES = (".jsonl", ".json", ".ndjson")
+TEXT_SUFFIXES = (".txt", "")
+NO_ARCHIVE = "no tar archive; plain text ends in .txt, JSON lines in .jsonl, before the suffix of its compression"
 _MAX_DEPTH = 3  # archives in archives in archives
 
 
@@ -87,17 +91,17 @@ class PlainTexts(Chunk):
 
 @dataclass(frozen=True)
 class Members(Chunk):
-    """Files of an archive, or an archive as a whole: each is a document, or an archive of such."""
+    """Files of an archive, or an archive as a whole: each is a text, JSON lines, or an archive of such."""
 
     members: list[tuple[str, bytes]]
-    """Name and content."""
+    """Name and content; of an archive as a whole no name."""
 
     def documents(self, text_key: str) -> Iterator[tuple[str, str | BadRecord]]:
         """See Chunk."""
         for name, content in self.members:
             try:
-                for path, text in _texts_within(name, content, _MAX_DEPTH):
-                    yield self._where(path), _attempt(lambda text=text: _decoded(text))
+                for path, inner in _files_within(name, content, _MAX_DEPTH):
+                    yield from _documents_of(self._where(path), inner, text_key)
             except DamagedStream as error:
                 yield self._where(name), BadRecord("damaged", str(error))
 
@@ -105,16 +109,34 @@ class Members(Chunk):
         return f"{self.source}/{path}" if path else self.source
 
 
-def _texts_within(name: str, content: bytes, depth: int) -> Iterator[tuple[str, bytes]]:
-    """Path and bytes of each text in a file that may be an archive, compressed or not.  Raises DamagedStream."""
+def _files_within(name: str, content: bytes, depth: int) -> Iterator[tuple[str, bytes]]:
+    """Path and bytes of each file in one that may be an archive, compressed or not.  Raises DamagedStream."""
     stream = open_decompressed(name, io.BytesIO(content))
     if not is_archive(stream):
+        if not name:
+            raise DamagedStream(NO_ARCHIVE)
         yield name, stream.read()
         return
     if depth == 0:
         raise DamagedStream("archives lie too deep in archives")
     for member, inner in archive_members(stream):
-        yield from _texts_within(f"{name}/{member}" if name else member, inner, depth - 1)
+        yield from _files_within(f"{name}/{member}" if name else member, inner, depth - 1)
+
+
+def _documents_of(path: str, content: bytes, text_key: str) -> Iterator[tuple[str, str | BadRecord]]:
+    """Documents of a file within an archive, whose kind its name tells; one without a suffix is a text."""
+    suffix = suffix_of(path)
+    if suffix in LINE_SUFFIXES:
+        yield from JsonLines(path, len(content), 0, 1, content.removeprefix(BYTE_ORDER_MARK)).documents(text_key)
+    elif suffix in TEXT_SUFFIXES:
+        yield path, _attempt(lambda: _decoded(content))
+    else:
+        yield path, BadRecord("unknown_kind", f"files in archives are texts ({TEXT_SUFFIXES[0]}, or no suffix), JSON lines or archives")
+
+
+def suffix_of(name: str) -> str:
+    """What says of a file's name what it holds: its suffix, that of its compression left out."""
+    return Path(name.lower().removesuffix(compression_suffix(name))).suffix
 
 
 def is_archive(stream: io.BufferedReader) -> bool:
@@ -123,23 +145,43 @@ def is_archive(stream: io.BufferedReader) -> bool:
 
 
 class _Member(tarfile.TarInfo):
-    """A member whose header must be there: tarfile takes an archive that is cut off between two members for its end."""
+    """A member whose header must be sound: tarfile takes an archive that is cut off between two members, or damaged, for its end."""
 
     @classmethod
     def fromtarfile(cls, archive):
         try:
-            return super().fromtarfile(archive)
+            member = super().fromtarfile(archive)
+        except tarfile.EOFHeaderError:  # a block of zeros, of which two mark the end; another archive may follow
+            archive.ended = True
+            raise
         except (tarfile.EmptyHeaderError, tarfile.TruncatedHeaderError):
+            if archive.ended:
+                raise
             raise DamagedStream("the archive ends without its end mark") from None
+        except tarfile.HeaderError as error:
+            raise DamagedStream(f"not a sound tar archive ({error})") from None
+        archive.ended = False
+        return member
+
+
+class _Archive(tarfile.TarFile):
+    """A tar archive that is read through once, and remembers none of its members: there may be millions."""
+
+    tarinfo = _Member
+    ended = False
 
 
 def archive_members(stream: io.BufferedReader) -> Iterator[tuple[str, bytes]]:
-    """Name and content of each file in a tar archive, in its order.  Raises DamagedStream where it cannot be read."""
+    """Name and content of each file in a tar archive, or in several put together; hidden ones are left out.
+
+    Raises DamagedStream where it cannot be read.
+    """
     try:
-        with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member) as archive:
-            for member in archive:
-                if member.isfile():
+        with _Archive.open(fileobj=stream, mode="r|", ignore_zeros=True) as archive:
+            while (member := archive.next()) is not None:
+                if member.isfile() and not Path(member.name).name.startswith("."):
                     yield member.name, archive.extractfile(member).read()
+                archive.members.clear()
     except tarfile.TarError as error:
         raise DamagedStream(f"not a sound tar archive ({error})") from None
 
@@ -198,14 +240,21 @@ def _line_value(line: bytes, text_key: str) -> object:
 
 
 def _entry(record: dict, text_key: str) -> object:
-    """The entry of that name, or the one that its parts between dots lead to."""
+    """See `nested`.  Raises BadRecord where there is nothing."""
+    try:
+        return nested(record, text_key)
+    except KeyError as error:
+        raise BadRecord("missing_key", f"no key {text_key!r}; {error.args[0]} (see --text_key)") from None
+
+
+def nested(record: dict, text_key: str) -> object:
+    """The entry of that name, or the one that its parts between dots lead to.  Raises KeyError, which says what there is instead."""
     if text_key in record:
         return record[text_key]
     value, path = record, text_key.split(".")
     for depth, part in enumerate(path):
         if not isinstance(value, dict) or part not in value:
-            within = f"{'.'.join(path[:depth])!r}" if depth else "this record"
-            has = sorted(value)[:10] if isinstance(value, dict) else f"a {type(value).__name__}"
-            raise BadRecord("missing_key", f"no key {text_key!r}; {within} has {has} (see --text_key)")
+            within = repr(".".join(path[:depth])) if depth else "this record"
+            raise KeyError(f"{within} has {sorted(value)[:10]}" if isinstance(value, dict) else f"{within} is a {type(value).__name__}")
         value = value[part]
     return value

@@ -82,12 +82,11 @@ class Encoder:
         """Tokens of every document in the chunk.  Raises InputError, with where it is, for a bad record unless they are skipped."""
         texts, skipped = self._texts(chunk)
         end = [self._settings.eod_id] if self._settings.append_eod else []
-        rows = [ids + end for ids in self._encode_batch(texts)]
         members = {split: [] for split in SPLITS}
-        for text, row in zip(texts, rows, strict=True):
-            if row:  # a tokenizer may make nothing of a text, and a document has a token
+        for text, ids in zip(texts, self._encode_batch(texts), strict=True):
+            if ids:  # a tokenizer may make nothing of a text
                 utf8 = text.encode()
-                members["val" if self._in_val(utf8) else "train"].append((row, len(utf8), len(text.split())))
+                members["val" if self._in_val(utf8) else "train"].append((ids + end, len(utf8), len(text.split())))
             else:
                 skipped["no_tokens"] += 1
         return Encoded({split: self._part(found) for split, found in members.items()}, +skipped)

@@ -1,16 +1,17 @@
 """What is derived from a dataset and takes a while, kept beside it under a key of its content."""
 
+import contextlib
 import functools
 import hashlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from megahedge.data.indexed_dataset import IndexedDataset, bin_path, idx_path
-from megahedge.utils.errors import InputError
+from megahedge.utils.errors import InputError, RunError
 from megahedge.utils.files import atomic_write, file_lock
 from megahedge.utils.logging import get_logger, log_once
 from megahedge.utils.units import format_count
@@ -22,12 +23,12 @@ _BLOCK_TOKENS = 1 << 22
 logger = get_logger(__name__)
 
 
-def check_ids(dataset: IndexedDataset, vocab_size: int, cache_dir: str | os.PathLike | None = None) -> None:
+def check_ids(dataset: IndexedDataset, vocab_size: int, cache: "ArrayCache") -> None:
     """Raise InputError where a token of the pair lies outside the vocabulary.
 
     For pairs that no meta.json vouches for.  Every token is read, once for each content.
     """
-    least, most = ArrayCache(dataset, cache_dir).get("range of ids", 2, lambda: _range_of_ids(dataset), costly=True).tolist()
+    least, most = cache.get("range of ids", 2, lambda: _range_of_ids(dataset), costly=True).tolist()
     if least < 0 or most >= vocab_size:
         wrong = least if least < 0 else most
         raise InputError(f"{dataset.prefix} holds the token id {wrong}, outside the vocabulary of {vocab_size}: another tokenizer made it")
@@ -37,24 +38,25 @@ def _range_of_ids(dataset: IndexedDataset) -> np.ndarray:
     """int64 [2]: the least and the largest id."""
     if dataset.num_tokens > 100 * _BLOCK_TOKENS:
         logger.info("reading the %s tokens of %s once, for their largest id", format_count(dataset.num_tokens), dataset.prefix)
-    starts = range(0, dataset.num_tokens, _BLOCK_TOKENS)
-    blocks = (dataset.read(start, min(_BLOCK_TOKENS, dataset.num_tokens - start)) for start in starts)
-    ranges = np.array([(int(block.min()), int(block.max())) for block in blocks] or [(0, 0)], np.int64)
+    ranges = [(int(tokens.min()), int(tokens.max())) for _, tokens in dataset.blocks(_BLOCK_TOKENS)]
+    ranges = np.array(ranges or [(0, 0)], np.int64)
     return np.array([ranges[:, 0].min(), ranges[:, 1].max()], np.int64)
 
 
 class ArrayCache:
     """int64 arrays derived from one dataset, kept as .npy files under a key of the dataset's content."""
 
-    def __init__(self, dataset: IndexedDataset, folder: str | os.PathLike | None):
+    def __init__(self, dataset: IndexedDataset, folder: str | os.PathLike | None, *, mmap: bool = True):
         self._dataset = dataset
         self._folder = Path(folder) if folder else Path(dataset.prefix).parent / ".index_cache"
+        self._mmap = mmap
 
     def get(self, name: str, length: int, build: Callable[[], np.ndarray], *, costly: bool = False) -> np.ndarray:
-        """The array `name` of `length` entries: mapped from its file, or built, and stored if it is large or says that it is costly."""
+        """The array `name` of `length` entries: read from its file, or built, and stored if it is large or says that it is costly."""
         if length < _MIN_CACHED_ENTRIES and not costly:
             return build()
         path = self._folder / f"{self._key(name)}.npy"
+        built = None
         try:
             array = self._load(path, length)
             if array is not None:
@@ -62,20 +64,22 @@ class ArrayCache:
             with file_lock(self._folder / "lock"):
                 array = self._load(path, length)  # another process may have built it while this one waited
                 if array is None:
+                    with _not_of_the_cache():
+                        built = build()
                     with atomic_write(path) as handle:
-                        np.save(handle, build())
+                        np.save(handle, built)
                     array = self._load(path, length)
                 # a file system without working locks may let another writer in between
-                return build() if array is None else array
+                return built if array is None else array
         except OSError as error:
             log_once(logger, logging.INFO, f"cannot use {self._folder} ({error.strerror}); every process builds its own")
-            return build()
+            return build() if built is None else built
 
     def _load(self, path: Path, length: int) -> np.ndarray | None:
         if not path.is_file():
             return None
         try:
-            array = np.load(path, mmap_mode="r")
+            array = np.load(path, mmap_mode="r" if self._mmap else None)
         except (ValueError, EOFError):
             logger.warning("%s is damaged and is built again", path)
             return None
@@ -88,3 +92,12 @@ class ArrayCache:
     def _content(self) -> str:
         stats = [path.stat() for path in (bin_path(self._dataset.prefix), idx_path(self._dataset.prefix))]
         return " ".join([self._dataset.index_digest, *(f"{stat.st_size} {stat.st_mtime_ns}" for stat in stats)])
+
+
+@contextlib.contextmanager
+def _not_of_the_cache() -> Iterator[None]:
+    """A disk that fails while the data is read says nothing of the folder of the cache."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"cannot read {error.filename or 'the data'}: {error.strerror}") from None

@@ -138,6 +138,15 @@ class IndexedDataset:
         assert start >= 0 and start + count <= self.num_tokens, f"tokens {start} to {start + count} of {self.num_tokens}"
         return self._tokens.read(start, count)
 
+    def blocks(self, size: int = 1 << 22) -> Iterator[tuple[int, np.ndarray]]:
+        """All tokens in blocks of at most `size`, each with the place of its first."""
+        for start in range(0, self.num_tokens, size):
+            yield start, self.read(start, min(size, self.num_tokens - start))
+
+    def length_blocks(self) -> Iterator[np.ndarray]:
+        """Tokens of each document, in blocks."""
+        return (self.document_lengths(first, stop) for first, stop in _blocks(self.num_documents))
+
     @property
     def num_documents(self) -> int:
         """Documents, empty ones included."""
@@ -344,12 +353,14 @@ class IndexedDatasetWriter:
 
     def _write_index(self, handle) -> None:
         offsets = (np.arange(first, stop) for first, stop in _blocks(self.num_documents + 1))
-        write_index(handle, self.dtype, self.num_documents, self._written_sizes, self.num_documents + 1, offsets)
+        write_index(handle, self.dtype, self.num_documents, lambda: written_sizes(self.prefix), self.num_documents + 1, offsets)
 
-    def _written_sizes(self) -> Iterator[np.ndarray]:
-        with open(sizes_path(self.prefix), "rb") as handle:
-            while len(block := np.fromfile(handle, _SIZE, _INDEX_BLOCK)):
-                yield block
+
+def written_sizes(prefix: str | os.PathLike) -> Iterator[np.ndarray]:
+    """Lengths of the documents that a writer has noted, in blocks."""
+    with open(sizes_path(prefix), "rb") as handle:
+        while len(block := np.fromfile(handle, _SIZE, _INDEX_BLOCK)):
+            yield block
 
 
 def write_index(
@@ -420,13 +431,30 @@ def _flushed_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def publish_pair(prefix: str | os.PathLike) -> None:
-    """Give a pair that `IndexedDatasetWriter.prepare` has written its final names; goes on where a call that was killed had got to."""
+    """Give a pair that `IndexedDatasetWriter.prepare` has written its final names; goes on where a call that was killed had got to.
+
+    Raises InputError where a file is gone that it should find.
+    """
+    for path in (bin_path(prefix), idx_path(prefix)):
+        if not _sibling(path, ".tmp").exists() and not path.exists():
+            raise InputError(f"{_sibling(path, '.tmp')}, which was written before, is gone; begin anew with --overwrite")
     for path in (bin_path(prefix), idx_path(prefix)):
         temporary = _sibling(path, ".tmp")
         if temporary.exists():
             idx_path(prefix).unlink(missing_ok=True)  # from here to the last rename there is no pair, rather than a mixed one
             os.replace(temporary, path)
     fsync_path(bin_path(prefix).parent)
+
+
+def can_resume(prefix: str | os.PathLike, dtype: np.dtype, documents: int, tokens: int) -> bool:
+    """Whether what a writer had committed is still there."""
+    sizes = {_sibling(bin_path(prefix), ".tmp"): tokens * dtype.itemsize, sizes_path(prefix): documents * _SIZE.itemsize}
+    return all(size == 0 or (path.is_file() and path.stat().st_size >= size) for path, size in sizes.items())
+
+
+def is_prepared(prefix: str | os.PathLike) -> bool:
+    """Whether both files of a pair are there, under their final names or ready to be given them."""
+    return all(path.exists() or _sibling(path, ".tmp").exists() for path in (bin_path(prefix), idx_path(prefix)))
 
 
 def remove_unfinished(prefix: str | os.PathLike) -> None:

@@ -2,11 +2,21 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from megahedge.data.indexed_dataset import IndexedDataset, bin_path, idx_path
-from megahedge.data.meta import SPLITS, DatasetMeta, describe, eod_density, load_meta, tokens_per_document
+from megahedge.data.meta import (
+    SENTENCEPIECE,
+    SPLITS,
+    DatasetMeta,
+    describe,
+    eod_density,
+    load_meta,
+    meta_path,
+    tokens_per_document,
+)
 from megahedge.data.tokenizer import SentencePieceTokenizer, load_tokenizer
 from megahedge.utils.cli import positional
 from megahedge.utils.errors import InputError
@@ -46,8 +56,12 @@ def inspect_dataset(config: InspectConfig) -> tuple[list[str], bool]:
         lines += _header(dataset, meta, prefix)
         if config.check:
             faults = list(_faults(dataset, meta))
-            lines += [f"  {fault}" for fault in faults] or ["  every token was read: all ids and documents are as they should be"]
+            lines += [f"  {fault}" for fault in faults] or [f"  every token was read, and is as it should be{_range(dataset, meta)}"]
             sound = sound and not faults
+    if config.check and meta is not None and len(pairs) > 0 and meta_path(config.prefix) == Path(f"{config.prefix}.meta.json"):
+        missing = [split for split in meta.splits if f"{config.prefix}_{split}" not in pairs]
+        lines += [f"{config.prefix}_{split}, of which meta.json tells, is not there" for split in missing]
+        sound = sound and not missing
     if config.document is not None:
         lines += _document(config, pairs, meta)
     if config.compare is not None:
@@ -73,10 +87,9 @@ def _header(dataset: IndexedDataset, meta: DatasetMeta | None, prefix: str) -> l
         f"{prefix}: {dataset.dtype.name}, {dataset.num_documents} documents in {len(dataset)} sequences, {dataset.num_tokens} tokens, "
         f"{format_bytes(size)}, digest {dataset.index_digest[:12]}"
     ]
-    split = prefix.rsplit("_", 1)[-1]
+    split = _split(prefix)
     if meta is None:
-        lengths = dataset.document_lengths(0, dataset.num_documents)
-        percentiles = ", ".join(f"{name} {value}" for name, value in tokens_per_document(lengths).items())
+        percentiles = ", ".join(f"{name} {value}" for name, value in tokens_per_document(dataset.length_blocks()).items())
         return [*lines, f"  no meta.json; tokens a document: {percentiles or 'none'}"]
     if split in meta.splits:
         lines.append(f"  meta.json: {describe(meta.splits[split])}")
@@ -91,13 +104,12 @@ def _faults(dataset: IndexedDataset, meta: DatasetMeta | None) -> Iterator[str]:
         yield f"{len(empty)} documents are empty: {_named(empty)}"
     if meta is None:
         return
-    split = meta.splits.get(dataset.prefix.rsplit("_", 1)[-1])
+    split = meta.splits.get(_split(dataset.prefix))
     if split is not None and (split.documents, split.tokens) != (dataset.num_documents, dataset.num_tokens):
         yield f"meta.json describes {split.documents} documents and {split.tokens} tokens"
     outside, first_outside, eods, open_ends = 0, None, 0, []
     ends = np.unique(dataset.document_starts[1:]) - 1  # last tokens of documents; of empty ones there are none
-    for start in range(0, dataset.num_tokens, _BLOCK_TOKENS):
-        tokens = dataset.read(start, min(_BLOCK_TOKENS, dataset.num_tokens - start))
+    for start, tokens in dataset.blocks(_BLOCK_TOKENS):
         bad = np.flatnonzero((tokens < 0) | (tokens >= meta.vocab_size))
         if len(bad) and first_outside is None:
             first_outside = start + int(bad[0])
@@ -112,6 +124,19 @@ def _faults(dataset: IndexedDataset, meta: DatasetMeta | None) -> Iterator[str]:
     if meta.options.get("append_eod", True) and open_ends:
         documents = np.array([_document_of(dataset, end) for end in open_ends[: _MAX_NAMED + 1]])
         yield f"{len(open_ends)} documents do not end in EOD: {_named(documents)}"
+
+
+def _range(dataset: IndexedDataset, meta: DatasetMeta | None) -> str:
+    """Where nothing says which ids there may be, those that there are."""
+    if meta is not None or not dataset.num_tokens:
+        return ""
+    ranges = [(int(tokens.min()), int(tokens.max())) for _, tokens in dataset.blocks(_BLOCK_TOKENS)]
+    return f"; ids go from {min(least for least, _ in ranges)} to {max(most for _, most in ranges)}"
+
+
+def _split(prefix: str) -> str:
+    """`train` of `P_train`."""
+    return prefix.rsplit("_", 1)[-1]
 
 
 def _named(numbers: np.ndarray) -> str:
@@ -133,7 +158,8 @@ def _document(config: InspectConfig, pairs: dict[str, IndexedDataset], meta: Dat
     name = config.tokenizer or (meta and meta.tokenizer_name)
     if name is None:
         raise InputError(f"--document={config.document}: nothing says which tokenizer made {prefix}; give --tokenizer")
-    tokenizer = SentencePieceTokenizer(name, "tokenizer") if name.endswith(".model") else load_tokenizer(name, option="tokenizer")
+    is_model = name.endswith(".model") or (config.tokenizer is None and meta.tokenizer_digest.startswith(SENTENCEPIECE))
+    tokenizer = SentencePieceTokenizer(name, "tokenizer") if is_model else load_tokenizer(name, option="tokenizer")
     return [f"document {config.document % count}, {len(tokens)} tokens:", tokenizer.decode(tokens)]
 
 

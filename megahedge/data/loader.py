@@ -69,7 +69,9 @@ class TrainingData:
         weighted = parse_data_path(data_path)
         self.seq_len = seq_len
         self.prefixes = [find_split(prefix, "train") for _, prefix in weighted]
-        self.indices = [SampleIndex(IndexedDataset(prefix, mmap=mmap), seq_len, seed, index_cache_dir) for prefix in self.prefixes]
+        self.indices = [
+            SampleIndex(IndexedDataset(prefix, mmap=mmap), seq_len, seed, index_cache_dir, mmap=mmap) for prefix in self.prefixes
+        ]
         self.blend = Blend([weight for weight, _ in weighted])
 
     def sample(self, position: int) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-import os
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +12,18 @@ import numpy as np
 from megahedge.data.indexed_dataset import IndexedDataset, PairFiles, bin_path, idx_path, publish_pair, write_index
 from megahedge.data.meta import (
     COUNTS,
+    FORMAT_VERSION,
     SPLITS,
     DatasetMeta,
     SplitMeta,
+    check_output_prefix,
     check_tokenizer,
     load_meta,
     meta_path,
     publish_dataset,
     tokens_per_document,
+    unfinished_path,
+    writing_dataset,
 )
 from megahedge.utils.errors import InputError
 from megahedge.utils.files import check_output, disk_errors_explained
@@ -45,8 +49,7 @@ class MergeConfig:
     def __post_init__(self):
         if len(self.input) < 2:
             raise InputError(f"--input={' '.join(self.input)}: name at least two datasets")
-        if os.path.basename(self.output_prefix) in ("", ".", ".."):
-            raise InputError(f"--output_prefix={self.output_prefix!r} must end in a name, such as data/openwebtext")
+        check_output_prefix(self.output_prefix)
 
 
 def merge_datasets(config: MergeConfig) -> None:
@@ -55,17 +58,20 @@ def merge_datasets(config: MergeConfig) -> None:
     Sequences and documents stay as they are; the token dtype is the smallest that holds all of theirs.
     Raises InputError for datasets that do not fit together, RunError for a full disk; then no output appears.
     """
+    with writing_dataset(config.output_prefix):
+        _merge(config)
+
+
+def _merge(config: MergeConfig) -> None:
     metas = [load_meta(prefix) if meta_path(prefix) == _own_meta(prefix) else None for prefix in config.input]
     if None in metas and any(metas):
         bare = config.input[metas.index(None)]
         raise InputError(f"--input={bare} is one pair without a meta.json, others have one: merge datasets of one kind")
     splits = [""] if metas[0] is None else [f"_{split}" for split in SPLITS]
     outputs = [f"{config.output_prefix}{split}" for split in splits]
-    paths = [path(output) for output in outputs for path in (bin_path, idx_path)]
-    own_meta = [] if metas[0] is None else [meta_path(config.output_prefix)]
-    check_output("output_prefix", config.output_prefix, *paths, *own_meta, overwrite=config.overwrite)
+    _check_output(config, outputs, bare=metas[0] is None)
     parts = [[IndexedDataset(f"{prefix}{split}") for prefix in config.input] for split in splits]
-    _check_places(config, parts)
+    _check_tokens(config, parts)
     meta = None if metas[0] is None else _merged_meta(config.input, metas, parts)
     with contextlib.ExitStack() as stack:
         pairs = [stack.enter_context(PairFiles(output)) for output in outputs]
@@ -82,26 +88,36 @@ def merge_datasets(config: MergeConfig) -> None:
         logger.info("%s: %d documents, %d tokens of %d datasets", output, documents, tokens, len(datasets))
 
 
+def _check_output(config: MergeConfig, outputs: list[str], *, bare: bool) -> None:
+    prefix = config.output_prefix
+    if any(Path(name).absolute() == Path(prefix).absolute() for name in config.input):
+        raise InputError(f"--output_prefix={prefix} is one of the inputs, and would be read while it is replaced; choose another")
+    if unfinished_path(prefix).exists():
+        raise InputError(f"--output_prefix={prefix}: {unfinished_path(prefix)} tells of an unfinished preprocessing; choose another")
+    if bare and meta_path(prefix).exists():
+        raise InputError(f"--output_prefix={prefix}: {meta_path(prefix)} describes other data, and would go on doing so; choose another")
+    paths = [path(output) for output in outputs for path in (bin_path, idx_path)]
+    check_output("output_prefix", prefix, *paths, *([] if bare else [meta_path(prefix)]), overwrite=config.overwrite)
+
+
 def _own_meta(prefix: str) -> Path:
     """Where the meta.json of a dataset lies that has both splits; that of one of its pairs is not its own."""
     return Path(f"{prefix}.meta.json")
 
 
-def _check_places(config: MergeConfig, parts: list[list[IndexedDataset]]) -> None:
-    """A merge into one of its inputs would read what it replaces."""
-    output = Path(config.output_prefix).absolute()
-    for prefix in config.input:
-        if Path(prefix).absolute() == output:
-            raise InputError(f"--output_prefix={config.output_prefix} is one of the inputs; choose another")
+def _check_tokens(config: MergeConfig, parts: list[list[IndexedDataset]]) -> None:
+    """Token ids of one tokenizer, as far as anything says so."""
     for dataset in (dataset for datasets in parts for dataset in datasets):
         if dataset.dtype.kind == "f":
             raise InputError(f"{dataset.prefix}.bin holds {dataset.dtype} numbers, not token ids")
+    known = [(prefix, meta) for prefix in config.input if (meta := load_meta(prefix)) is not None]
+    for _, meta in known[1:]:
+        check_tokenizer(meta, known[0][1].tokenizer_digest, known[0][0])
 
 
 def _merged_meta(prefixes: tuple[str, ...], metas: list[DatasetMeta], parts: list[list[IndexedDataset]]) -> DatasetMeta:
     first = metas[0]
     for prefix, meta in zip(prefixes, metas, strict=True):
-        check_tokenizer(meta, first.tokenizer_digest, prefixes[0])
         for name in _MUST_AGREE:
             if meta.options.get(name) != first.options.get(name):
                 pair = f"{first.options.get(name)} for {prefixes[0]}, {meta.options.get(name)} for {prefix}"
@@ -110,11 +126,12 @@ def _merged_meta(prefixes: tuple[str, ...], metas: list[DatasetMeta], parts: lis
     for split, datasets in zip(SPLITS, parts, strict=True):
         counts = [meta.splits[split] for meta in metas]
         sums = {name: _sum([getattr(count, name) for count in counts]) for name in COUNTS}
-        lengths = np.concatenate([dataset.document_lengths(0, dataset.num_documents) for dataset in datasets])
+        lengths = itertools.chain.from_iterable(dataset.length_blocks() for dataset in datasets)
         splits[split] = SplitMeta(**sums, tokens_per_document=tokens_per_document(lengths))
     reasons = sorted({reason for meta in metas for reason in meta.skipped})
     return dataclasses.replace(
         first,
+        format_version=FORMAT_VERSION,
         splits=splits,
         skipped={reason: sum(meta.skipped.get(reason, 0) for meta in metas) for reason in reasons},
         source=[source for meta in metas for source in meta.source],
@@ -129,8 +146,7 @@ def _write_pair(pair: PairFiles, datasets: list[IndexedDataset]) -> None:
     dtype = np.result_type(*(dataset.dtype for dataset in datasets))
     with pair.open_bin() as handle:
         for dataset in datasets:
-            for start in range(0, dataset.num_tokens, _BLOCK_TOKENS):
-                tokens = dataset.read(start, min(_BLOCK_TOKENS, dataset.num_tokens - start))
+            for _, tokens in dataset.blocks(_BLOCK_TOKENS):
                 handle.write(np.ascontiguousarray(tokens, dtype).data)
     num_sequences, num_documents = sum(map(len, datasets)), sum(dataset.num_documents for dataset in datasets)
 

@@ -1,10 +1,12 @@
 """What is known about a dataset beside its tokens: `<prefix>.meta.json`, and which of its two pairs serves which purpose."""
 
+import collections
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,12 +14,14 @@ import numpy as np
 
 from megahedge.data.indexed_dataset import IndexedDataset, bin_path, idx_path, publish_pair, remove_unfinished
 from megahedge.utils.errors import InputError
-from megahedge.utils.files import disk_errors_explained, read_json, sha256_file, write_json
+from megahedge.utils.files import disk_errors_explained, file_lock, read_json, sha256_file, write_json
 from megahedge.utils.logging import get_logger
 
 FORMAT_VERSION = 2
 """2: with the percentiles of document lengths and the number of EOD tokens."""
 SPLITS = ("train", "val")
+SENTENCEPIECE = "sentencepiece:"
+"""Before the digest of a SentencePiece model."""
 _NUM_BLOCKS, _BLOCK_BYTES = 64, 1 << 16
 _SAMPLED_BLOCKS, _SAMPLED_TOKENS = 64, 1 << 14
 _LOOKED_AT, _MIN_ROWS = 1 << 20, 16
@@ -42,7 +46,7 @@ class SplitMeta:
     words: int
     """Words divided by white space: turns a loss per token into word perplexity."""
     eod_tokens: int | None = None
-    """Tokens among them that end a document; None where no one has counted."""
+    """EOD tokens among them; None where no one has counted."""
     tokens_per_document: dict[str, int] = field(default_factory=dict)
     """Percentiles of the documents' lengths."""
 
@@ -73,12 +77,21 @@ class DatasetMeta:
 _PERCENTILES = {"min": 0, "p10": 10, "p50": 50, "p90": 90, "p99": 99, "max": 100}
 
 
-def tokens_per_document(sizes: np.ndarray) -> dict[str, int]:
-    """Percentiles of document lengths, each the length of some document; empty where there is none."""
-    if len(sizes) == 0:
+def tokens_per_document(blocks: Iterable[np.ndarray]) -> dict[str, int]:
+    """Percentiles of document lengths, each the length of some document; empty where there is none.
+
+    blocks: the lengths, in blocks; what is kept of them are the lengths that occur, and how often.
+    """
+    counts = collections.Counter()
+    for block in blocks:
+        lengths, times = np.unique(block, return_counts=True)
+        counts.update(dict(zip(lengths.tolist(), times.tolist(), strict=True)))
+    if not counts:
         return {}
-    values = np.percentile(sizes, list(_PERCENTILES.values()), method="inverted_cdf")
-    return {name: int(value) for name, value in zip(_PERCENTILES, values, strict=True)}
+    lengths = sorted(counts)
+    reached = np.cumsum([counts[length] for length in lengths])
+    places = {name: int(np.searchsorted(reached, share * reached[-1] / 100)) for name, share in _PERCENTILES.items()}
+    return {name: lengths[place] for name, place in places.items()}
 
 
 def describe(counts: SplitMeta) -> str:
@@ -98,8 +111,8 @@ def eod_density(dataset: IndexedDataset, eod_id: int) -> str:
     seen = found = 0
     for tokens in _sampled(dataset):
         seen, found = seen + len(tokens), found + int(np.count_nonzero(tokens == eod_id))
-    kind = "all" if seen == dataset.num_tokens else "looked at"
-    return f"one in {seen / found:.0f} of {seen} tokens {kind}" if found else f"none in {seen} tokens {kind}"
+    tokens = f"all {seen} tokens" if seen == dataset.num_tokens else f"{seen} tokens looked at"
+    return f"one in {seen / found:.0f} of {tokens}" if found else f"none in {tokens}"
 
 
 def _sampled(dataset: IndexedDataset) -> Iterator[np.ndarray]:
@@ -108,6 +121,36 @@ def _sampled(dataset: IndexedDataset) -> Iterator[np.ndarray]:
         yield dataset.read(0, dataset.num_tokens)
         return
     yield from (dataset.read(last * block // (_SAMPLED_BLOCKS - 1), _SAMPLED_TOKENS) for block in range(_SAMPLED_BLOCKS))
+
+
+def check_output_prefix(prefix: str) -> None:
+    """Raise InputError for a prefix under which a dataset could not be found again."""
+    name = os.path.basename(prefix)
+    if name in ("", ".", ".."):
+        raise InputError(f"--output_prefix={prefix!r} must end in a name, such as data/openwebtext")
+    for split in SPLITS:
+        if name.endswith(f"_{split}"):
+            raise InputError(f"--output_prefix={prefix} must not end in _{split}, which is the name of a dataset's own pair")
+
+
+@contextlib.contextmanager
+def writing_dataset(prefix: str | os.PathLike) -> Iterator[None]:
+    """Keep other commands from writing the same dataset.  Raises InputError where one is at it, or the place may not be written."""
+    prefix = Path(prefix)
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(file_lock(prefix.with_name(f".{prefix.name}.lock"), blocking=False, remove=True))
+        except BlockingIOError:
+            raise InputError(f"another process is writing {prefix}; wait for it or choose another --output_prefix") from None
+        except OSError as error:
+            raise InputError(f"--output_prefix={prefix} cannot be written: {error.strerror}") from None
+        yield
+
+
+def unfinished_path(prefix: str | os.PathLike) -> Path:
+    """The journal of a preprocessing that has not come to its end."""
+    prefix = Path(prefix)
+    return prefix.with_name(f".{prefix.name}.unfinished.json")
 
 
 def base_prefix(prefix: str | os.PathLike) -> str:
@@ -172,7 +215,7 @@ def find_split(data_path: str | os.PathLike, split: str, *, allow_bare: bool = T
     if idx_path(prefix).exists():
         if not meta_path(data_path).is_file():
             raise InputError(
-                f"{prefix} has no {meta_path(data_path)} beside it, so its preprocessing did not finish: run it again with --overwrite, "
+                f"{prefix} has no {meta_path(data_path)} beside it, so its preprocessing did not finish: give its command again, "
                 f"or name {prefix} itself if another program made it"
             )
         return prefix
@@ -188,24 +231,22 @@ def find_split(data_path: str | os.PathLike, split: str, *, allow_bare: bool = T
     return data_path
 
 
-def tokenizer_digest(tokenizer) -> str:
+def tokenizer_digest(tokenizer, probe: str | None = None) -> str:
     """SHA-256 over what a Hugging Face tokenizer does rather than how it is stored.
 
     Covers the vocabulary with added tokens and the ids of a probe text, so that saving by another version of a library changes nothing.
     """
     vocabulary = sorted((index, token) for token, index in tokenizer.get_vocab().items())
-    probe = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
-    return hashlib.sha256(json.dumps([vocabulary, probe]).encode()).hexdigest()
+    ids = tokenizer(_PROBE if probe is None else probe, add_special_tokens=False)["input_ids"]
+    return hashlib.sha256(json.dumps([vocabulary, ids]).encode()).hexdigest()
 
 
-def check_documents(dataset: IndexedDataset) -> None:
+def check_documents(dataset: IndexedDataset, *, training: bool = True) -> None:
     """For --reset_at_documents: raise InputError where the index does not tell documents apart, so that a reset would do nothing good."""
     count = dataset.num_documents
-    lengths = dataset.document_lengths(0, min(count, _LOOKED_AT))
-    if count == 1:
-        raise InputError(
-            f"--reset_at_documents: the index of {dataset.prefix} knows one document, so there is nothing to reset at; leave it out"
-        )
+    lengths = dataset.document_lengths(0, min(count, _LOOKED_AT))[: count - 1]  # the last row may be a shorter one
+    if count == 1 and training:
+        raise InputError(f"--reset_at_documents: the index of {dataset.prefix} knows one document, with nothing to reset at; leave it out")
     if count >= _MIN_ROWS and lengths.min() == lengths.max():
         raise InputError(
             f"--reset_at_documents: the {count} documents of {dataset.prefix} all have {lengths[0]} tokens; they are rows that documents "
@@ -213,21 +254,38 @@ def check_documents(dataset: IndexedDataset) -> None:
         )
 
 
-def check_tokenizer(meta: DatasetMeta, digest: str, where: str) -> None:
-    """Refuse a dataset made with another tokenizer than the one at `where` (such as `the teacher EleutherAI/pythia-1b`)."""
+def sentencepiece_digest(tokenizer) -> str:
+    """What `tokenizer_digest` is of a SentencePiece model; of another tokenizer, what it would be were it such a model.
+
+    Only Hugging Face tokenizers make one token of `</s>` in a text, which is therefore not asked for.
+    """
+    return SENTENCEPIECE + tokenizer_digest(tokenizer, _PROBE.replace("</s>", ""))
+
+
+def check_tokenizer(meta: DatasetMeta, digest: str, where: str, tokenizer=None) -> None:
+    """Refuse a dataset made with another tokenizer than the one at `where` (such as `the teacher EleutherAI/pythia-1b`).
+
+    tokenizer: that one, where it is at hand; it is asked where the data was made with a SentencePiece model.
+    """
+    if meta.tokenizer_digest.startswith(SENTENCEPIECE) and tokenizer is not None:
+        digest = sentencepiece_digest(tokenizer)
     if meta.tokenizer_digest != digest:
         raise InputError(
-            f"the dataset was made with tokenizer {meta.tokenizer_name} (digest {meta.tokenizer_digest[:12]}), not with that of {where} "
-            f"(digest {digest[:12]}); preprocess the text again with --tokenizer set to that model"
+            f"the dataset was made with tokenizer {meta.tokenizer_name} (digest {_brief(meta.tokenizer_digest)}), not with that of {where} "
+            f"(digest {_brief(digest)}); preprocess the text again with --tokenizer set to that model"
         )
 
 
-def dataset_digest(prefix: str | os.PathLike) -> dict:
+def _brief(digest: str) -> str:
+    return digest.removeprefix(SENTENCEPIECE)[:12]
+
+
+def dataset_digest(prefix: str | os.PathLike, *, mmap: bool = True) -> dict:
     """Identity of a pair for the record of a run: sizes of both files, the SHA-256 of .idx, and one of blocks spread over .bin.
 
     The blocks tell corpora apart whose documents all have one length, and so equal .idx files, without reading terabytes.
     """
-    dataset = IndexedDataset(prefix)
+    dataset = IndexedDataset(prefix, mmap=mmap)
     return {
         "prefix": os.fspath(prefix),
         "documents": dataset.num_documents,

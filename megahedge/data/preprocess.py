@@ -14,20 +14,19 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-
-import numpy as np
 
 from megahedge.data.encoding import Encoded, EncoderSettings, encode_in_order
 from megahedge.data.indexed_dataset import (
     IndexedDatasetWriter,
     bin_path,
+    can_resume,
     idx_path,
+    is_prepared,
     remove_unfinished,
-    sizes_path,
     token_dtype,
+    written_sizes,
 )
 from megahedge.data.journal import Journal
 from megahedge.data.meta import (
@@ -35,19 +34,22 @@ from megahedge.data.meta import (
     SPLITS,
     DatasetMeta,
     SplitMeta,
+    check_output_prefix,
     describe,
     meta_path,
     publish_dataset,
+    sentencepiece_digest,
     tokenizer_digest,
     tokens_per_document,
+    unfinished_path,
+    writing_dataset,
 )
 from megahedge.data.progress import PreprocessProgress
-from megahedge.data.sources import Reading, Source, find_sources
+from megahedge.data.sources import Reading, Source, TextFile, find_sources
 from megahedge.data.tokenizer import SentencePieceTokenizer, load_tokenizer
 from megahedge.utils.errors import InputError
-from megahedge.utils.files import check_output, file_lock
+from megahedge.utils.files import check_output
 from megahedge.utils.logging import get_logger
-from megahedge.utils.units import format_count, format_seconds
 
 _CONTENT_OPTIONS = ("tokenizer_revision", "text_key", "document_separator", "val_fraction", "seed", "append_eod", "on_bad_line")
 _FORMAT = 1  # of chunks and journal: a change makes unfinished work of older versions unusable
@@ -99,10 +101,11 @@ class PreprocessConfig:
             raise InputError(f"--on_bad_line={self.on_bad_line} is not known; use error or skip")
         if not 0 <= self.seed < 2**64:
             raise InputError(f"--seed={self.seed} must lie between 0 and 2^64 - 1")
-        if os.path.basename(self.output_prefix) in ("", ".", ".."):
-            raise InputError(f"--output_prefix={self.output_prefix!r} must end in a name, such as data/openwebtext")
+        check_output_prefix(self.output_prefix)
         if (self.tokenizer is None) == (self.sentencepiece is None):
             raise InputError("give one of --tokenizer FOLDER_OR_NAME and --sentencepiece FILE")
+        if self.sentencepiece is not None and self.tokenizer_revision is not None:
+            raise InputError(f"--tokenizer_revision={self.tokenizer_revision} goes with --tokenizer, not with --sentencepiece")
         if self.document_separator is not None and ("\n" in self.document_separator or not self.document_separator):
             raise InputError(f"--document_separator={self.document_separator!r} must be one line, and not an empty one")
 
@@ -119,33 +122,20 @@ def preprocess(config: PreprocessConfig) -> DatasetMeta:
     then no output appears, and the same command goes on from what was done.
     """
     _check_places(config, overwrite=True)  # before the tokenizer is loaded and the input listed, which may take a while
-    with _locked(config):
+    with writing_dataset(config.output_prefix):
         tokenizer = _load_tokenizer(config)
         sources = find_sources(config.input)
-        started = time.monotonic()
+        if config.document_separator is not None and not any(isinstance(source, TextFile) for source in sources):
+            raise InputError(f"--document_separator={config.document_separator!r} goes with .txt files, of which there are none")
         job = _Job(config, tokenizer, sources)
         meta = job.run()
-    _report(config.output_prefix, meta, time.monotonic() - started)
+    _report(config.output_prefix, meta, job.progress)
     return meta
 
 
 def _check_places(config: PreprocessConfig, *, overwrite: bool) -> None:
     paths = [path(prefix) for prefix in config.prefixes.values() for path in (bin_path, idx_path)] + [meta_path(config.output_prefix)]
     check_output("output_prefix", config.output_prefix, *paths, overwrite=overwrite)
-
-
-@contextlib.contextmanager
-def _locked(config: PreprocessConfig) -> Iterator[None]:
-    """Keep a second command away from this prefix, finished or not."""
-    prefix = Path(config.output_prefix)
-    with contextlib.ExitStack() as held:
-        try:
-            held.enter_context(file_lock(prefix.with_name(f".{prefix.name}.lock"), blocking=False, remove=True))
-        except BlockingIOError:
-            raise InputError(f"another process is writing {prefix}; wait for it or choose another --output_prefix") from None
-        except OSError as error:
-            raise InputError(f"--output_prefix={prefix} cannot be written: {error.strerror}") from None
-        yield
 
 
 def _load_tokenizer(config: PreprocessConfig):
@@ -164,7 +154,7 @@ class _Job:
     def __init__(self, config: PreprocessConfig, tokenizer, sources: list[Source]):
         self._config = config
         self._sources = sources
-        self._digest = tokenizer_digest(tokenizer)
+        self._digest = sentencepiece_digest(tokenizer) if config.sentencepiece else tokenizer_digest(tokenizer)
         self._largest_id = max(tokenizer.get_vocab().values())
         self._settings = EncoderSettings(
             tokenizer_json=None if config.sentencepiece else tokenizer.backend_tokenizer.to_str(),
@@ -177,8 +167,9 @@ class _Job:
             seed=config.seed,
             val_fraction=config.val_fraction,
         )
-        prefix = Path(config.output_prefix)
-        self._journal = Journal(prefix.with_name(f".{prefix.name}.unfinished.json"), self._task())
+        self._journal = Journal(unfinished_path(config.output_prefix), self._task())
+        self.progress: PreprocessProgress | None = None
+        """What this process has encoded, if anything."""
 
     def run(self) -> DatasetMeta:
         """The dataset's meta, once it is there."""
@@ -188,7 +179,8 @@ class _Job:
         _check_places(self._config, overwrite=self._config.overwrite)
         totals = _Totals() if state is None else _Totals(**state["totals"])
         if state is not None:
-            logger.info("going on after %d documents of an unfinished run", totals.num_documents)
+            again = f"; {self._sources[totals.source].name} is read again up to there" if totals.source < len(self._sources) else ""
+            logger.info("going on after %d documents of an unfinished run%s", totals.num_documents, again)
         try:
             with contextlib.ExitStack() as stack:
                 writers = {}
@@ -196,12 +188,14 @@ class _Job:
                     written = None if state is None else totals.written(split)
                     writers[split] = stack.enter_context(IndexedDatasetWriter(prefix, self._settings.dtype, resume_at=written))
                 self._encode(writers, totals)
-                meta = self._finish(writers, totals)
+                meta = self._publish(self._finish(writers, totals))
+                for writer in writers.values():
+                    writer.close()
+                return meta
         except BaseException:
             if self._journal.path.exists():
                 logger.info("what was done so far is kept; the same command goes on from there")
             raise
-        return self._publish(meta)
 
     def _finish(self, writers: dict[str, IndexedDatasetWriter], totals: "_Totals") -> DatasetMeta:
         """Write what is left to write; from here on there is nothing to do but rename."""
@@ -226,18 +220,28 @@ class _Job:
 
     def _unfinished(self) -> dict | None:
         """Where an earlier start has got to; None begins anew."""
-        if self._settings.on_bad_line == "skip" and (state := self._without_bad_lines()) is not None:
-            return state
+        state = self._without_bad_lines() if self._settings.on_bad_line == "skip" else None
         try:
-            return self._journal.load()
-        except InputError:
+            state = state or self._journal.load()
+            if state is None or self._is_there(state):
+                return state
+            raise InputError(f"files of the unfinished work that {self._journal.path} tells of are gone; begin anew with --overwrite")
+        except InputError as error:
             if not self._config.overwrite:
                 raise
-            logger.warning("--overwrite: unfinished work that was begun otherwise is thrown away")
+            logger.warning("--overwrite: unfinished work is thrown away (%s)", error)
             for prefix in self._config.prefixes.values():
                 remove_unfinished(prefix)
             self._journal.remove()
             return None
+
+    def _is_there(self, state: dict) -> bool:
+        """Whether the files of an unfinished run still hold what it had written."""
+        prefixes = self._config.prefixes
+        if state["meta"] is not None:
+            return all(map(is_prepared, prefixes.values()))
+        totals = _Totals(**state["totals"])
+        return all(can_resume(prefix, self._settings.dtype, *totals.written(split)) for split, prefix in prefixes.items())
 
     def _without_bad_lines(self) -> dict | None:
         """Where a start with --on_bad_line error has got to: it has met none so far, so that skipping goes on from there."""
@@ -249,7 +253,7 @@ class _Job:
     def _encode(self, writers: dict[str, IndexedDatasetWriter], totals: "_Totals") -> None:
         """Read what is left of the input into the writers, and commit now and then."""
         with contextlib.ExitStack() as stack:
-            progress = stack.enter_context(PreprocessProgress(self._sources, totals.source))
+            self.progress = stack.enter_context(PreprocessProgress(self._sources, totals.source))
             chunks = stack.enter_context(contextlib.closing(self._chunks(totals.source, totals.chunks)))
             encoded = stack.enter_context(contextlib.closing(encode_in_order(chunks, self._settings, self._config.workers)))
             due = time.monotonic() + _COMMIT_SECONDS
@@ -257,7 +261,7 @@ class _Job:
                 totals.add(chunk.source, self._sources, result)
                 for split, part in result.parts.items():
                     writers[split].add_documents(part.tokens, part.sizes)
-                progress.update(chunk, result)
+                self.progress.update(chunk, result)
                 if time.monotonic() >= due:
                     started = time.monotonic()
                     for writer in writers.values():
@@ -276,8 +280,7 @@ class _Job:
     def _meta(self, totals: "_Totals") -> DatasetMeta:
         splits = {}
         for split, prefix in self._config.prefixes.items():
-            sizes = np.memmap(sizes_path(prefix), "<i4", "r") if totals.splits[split]["documents"] else np.empty(0, np.int32)
-            splits[split] = SplitMeta(**totals.splits[split], tokens_per_document=tokens_per_document(sizes))
+            splits[split] = SplitMeta(**totals.splits[split], tokens_per_document=tokens_per_document(written_sizes(prefix)))
         return DatasetMeta(
             tokenizer_digest=self._digest,
             tokenizer_name=self._config.tokenizer or self._config.sentencepiece,
@@ -356,7 +359,7 @@ class _Totals:
         self.source, self.chunks = self.source + 1, 0
 
 
-def _report(prefix: str, meta: DatasetMeta, seconds: float) -> None:
+def _report(prefix: str, meta: DatasetMeta, progress: PreprocessProgress | None) -> None:
     for split, counts in meta.splits.items():
         logger.info("%s_%s: %s", prefix, split, describe(counts))
     if meta.skipped:
@@ -364,6 +367,4 @@ def _report(prefix: str, meta: DatasetMeta, seconds: float) -> None:
     for split, counts in meta.splits.items():
         if counts.documents == 0:
             logger.warning("no document fell into the %s split; change --val_fraction (or --seed) or give more text", split)
-    documents, tokens = (sum(getattr(counts, name) for counts in meta.splits.values()) for name in ("documents", "tokens"))
-    rates = f"{documents / seconds:.0f} documents/s, {format_count(tokens / seconds)} tokens/s"
-    logger.info("wrote %s in %s (%s)", meta_path(prefix), format_seconds(seconds), rates)
+    logger.info("wrote %s%s", meta_path(prefix), f" in {progress.describe()}" if progress else "")

@@ -62,6 +62,12 @@ class PreprocessProgress:
             counts = f"{self._documents} documents, {format_count(self._tokens)} tokens"
             logger.info("%s: %s; %.0f documents/s, %s", where, counts, self._documents / seconds, rates)
 
+    def describe(self) -> str:
+        """How long this process took, and its rates."""
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        rates = f"{self._documents / seconds:.0f} documents/s, {format_count(self._tokens / seconds)} tokens/s"
+        return f"{format_seconds(seconds)} ({rates})"
+
     def _left(self, chunk: Chunk, place: int, seconds: float) -> str:
         if not self._known:
             return ""

@@ -107,7 +107,7 @@ class SampleIndex:
     Raises InputError for a corpus without tokens.
     """
 
-    def __init__(self, dataset: IndexedDataset, seq_len: int, seed: int, cache_dir: str | os.PathLike | None = None):
+    def __init__(self, dataset: IndexedDataset, seq_len: int, seed: int, cache_dir: str | os.PathLike | None = None, *, mmap: bool = True):
         if seq_len < 1:
             raise InputError(f"seq_len={seq_len}: a sample needs at least one token")
         if dataset.num_tokens == 0:
@@ -117,7 +117,7 @@ class SampleIndex:
         self.dataset = dataset
         self.seq_len = seq_len
         self.seed = seed
-        self._cache = ArrayCache(dataset, cache_dir)
+        self.cache = ArrayCache(dataset, cache_dir, mmap=mmap)
         self._document_order = functools.lru_cache(_EPOCHS_IN_MEMORY)(self._load_document_order)
         self._sample_order = functools.lru_cache(_EPOCHS_IN_MEMORY)(self._load_sample_order)
 
@@ -164,12 +164,12 @@ class SampleIndex:
         return list(ends)[:-1]
 
     def _load_document_order(self, epoch: int) -> _DocumentOrder:
-        documents = self._cache.get(
+        documents = self.cache.get(
             f"documents seed {self.seed} epoch {epoch}",
             self.dataset.num_documents,
             lambda: permutation(self.dataset.num_documents, self.seed, epoch, purpose=0),
         )
-        starts = self._cache.get(
+        starts = self.cache.get(
             f"starts seed {self.seed} epoch {epoch}",
             self.dataset.num_documents + 1,
             lambda: _permuted_starts(self.dataset, documents),
@@ -178,7 +178,7 @@ class SampleIndex:
 
     def _load_sample_order(self, epoch: int) -> np.ndarray:
         count = self.first_sample(epoch + 1) - self.first_sample(epoch)
-        return self._cache.get(
+        return self.cache.get(
             f"samples seq_len {self.seq_len} seed {self.seed} epoch {epoch}",
             count,
             lambda: permutation(count, self.seed, epoch, purpose=1),

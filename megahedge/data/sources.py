@@ -5,6 +5,7 @@ A new kind of file is one more class here, and one more entry in `_KINDS`.
 """
 
 import contextlib
+import functools
 import hashlib
 import io
 import os
@@ -14,8 +15,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megahedge.data.compression import MAGIC, DamagedStream, compression_suffix, open_decompressed
-from megahedge.data.documents import BYTE_ORDER_MARK, BadRecord, Chunk, JsonLines, Members, PlainTexts, Rows, archive_members, is_archive
-from megahedge.utils.errors import InputError
+from megahedge.data.documents import (
+    BYTE_ORDER_MARK,
+    LINE_SUFFIXES,
+    NO_ARCHIVE,
+    BadRecord,
+    Chunk,
+    JsonLines,
+    Members,
+    PlainTexts,
+    Rows,
+    archive_members,
+    is_archive,
+    nested,
+    suffix_of,
+)
+from megahedge.utils.errors import InputError, RunError
 from megahedge.utils.files import sha256_file
 
 _DATASETS_MARKERS = ("dataset_info.json", "dataset_dict.json", "state.json")
@@ -92,7 +107,7 @@ class StreamFile(FileSource):
         with self._reading(), open(self.name, "rb") as handle:
             raw = _HashingReader(handle)
             yield from self._cut(open_decompressed(self.name, raw), raw, reading)
-            self._record |= {"bytes": handle.tell(), "sha256": raw.hexdigest()}
+            self._record |= {"bytes": self.size, "sha256": raw.hexdigest()}
 
     def _cut(self, stream: io.BufferedReader, raw: "_HashingReader", reading: Reading) -> Iterator[Chunk]:
         raise NotImplementedError
@@ -128,7 +143,7 @@ class ArchiveFile(StreamFile):
 
     def _cut(self, stream, raw, reading):
         if not is_archive(stream):
-            raise DamagedStream("no tar archive; plain text ends in .txt, JSON lines in .jsonl, before the suffix of its compression")
+            raise DamagedStream(NO_ARCHIVE)
         yield from self._members(stream, raw)
 
     def chunks(self, reading: Reading) -> Iterator[Chunk]:
@@ -138,8 +153,6 @@ class ArchiveFile(StreamFile):
             return
         with self._reading():
             content = Path(self.name).read_bytes()
-            if not is_archive(open_decompressed(self.name, io.BytesIO(content))):
-                raise DamagedStream("no tar archive")
             yield Members(self.name, len(content), len(content), [("", content)])
             self._record |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
@@ -205,33 +218,54 @@ class DatasetFolder(Source):
 class HubDataset(Source):
     """The train split of a dataset on the Hugging Face hub, streamed."""
 
+    @functools.cached_property
+    def _revision(self) -> str | None:
+        """Commit that is read, so that a later start goes on with the same one; None where the hub does not say."""
+        import huggingface_hub
+
+        try:
+            return huggingface_hub.HfApi().dataset_info(self.name).sha
+        except Exception:  # no network, not found: what reads it tells of that, or finds it in its cache
+            return None
+
+    def identity(self) -> list:
+        """Name and commit."""
+        return [self.name, self._revision]
+
     def chunks(self, reading: Reading) -> Iterator[Chunk]:
         """See Source."""
         import datasets
 
         try:
-            dataset = datasets.load_dataset(self.name, split="train", streaming=True)
+            dataset = datasets.load_dataset(self.name, split="train", streaming=True, revision=self._revision)
         except Exception as error:  # not found, no network, a script that this version of datasets does not run
-            first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise InputError(f"{self.given} is no file or folder here and no hub dataset that can be reached: {first_line}") from None
-        self._record |= {"hub": True}
-        yield from _rows(self, (self._text(row, reading.text_key) for row in dataset))
+            raise InputError(
+                f"{self.given} is no file or folder here and no hub dataset that can be reached: {_first_line(error)}"
+            ) from None
+        self._record |= {"hub": True, "revision": self._revision}
+        yield from _rows(self, (self._text(row, reading.text_key) for row in self._read(dataset)))
+
+    def _read(self, dataset) -> Iterator[dict]:
+        try:
+            yield from dataset
+        except Exception as error:  # the client lets errors of its HTTP library through
+            raise RunError(f"{self.name}: the hub has ended the stream ({_first_line(error)})") from None
 
     def _text(self, row: dict, text_key: str) -> object:
-        value = row
-        for part in [text_key] if text_key in row else text_key.split("."):
-            if not isinstance(value, dict) or part not in value:
-                raise InputError(f"{self.name} has no column {text_key!r}; --text_key can be one of {sorted(row)}")
-            value = value[part]
-        return value
+        try:
+            return nested(row, text_key)
+        except KeyError as error:
+            raise InputError(f"{self.name} has no column {text_key!r}: {error.args[0]} (see --text_key)") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 # ---- finding them -------------------------------------------------------------------------------------------------------------------
 
 _KINDS = {
-    ".jsonl": LineFile,
-    ".json": LineFile,
-    ".ndjson": LineFile,
+    **dict.fromkeys(LINE_SUFFIXES, LineFile),
     ".txt": TextFile,
     ".parquet": ParquetFile,
     ".tar": ArchiveFile,
@@ -278,7 +312,7 @@ def _expand(name: str, given: str) -> list[Source]:
 
 
 def _files_within(folder: Path, given: str) -> list[Path]:
-    files = sorted(file for file in folder.rglob("*") if _kind(file) and file.is_file() and not file.name.startswith("."))
+    files = sorted(file for file in folder.rglob("*") if _kind(file) and file.is_file() and not _is_hidden(file.relative_to(folder)))
     if not files:
         raise InputError(f"{given} holds no file that can be read and is no saved `datasets` folder; files are {_FILES}")
     kinds = {_kind(file): file.name for file in files}
@@ -289,9 +323,16 @@ def _files_within(folder: Path, given: str) -> list[Path]:
     return files
 
 
+def _is_hidden(path: Path) -> bool:
+    """Whether a part of the path begins with a dot, as copies and caches of editors do."""
+    return any(part.startswith(".") for part in path.parts if part not in (".", ".."))
+
+
 def _matches(pattern: Path, given: str) -> list[Path]:
+    root = Path(pattern.anchor or ".")
     try:
-        found = sorted(match for match in Path(pattern.anchor or ".").glob(str(pattern.relative_to(pattern.anchor))) if match.is_file())
+        matches = (match for match in root.glob(str(pattern.relative_to(pattern.anchor))) if match.is_file())
+        found = sorted(match for match in matches if _is_hidden(pattern) or not _is_hidden(match.relative_to(root)))
     except (ValueError, OSError) as error:
         raise InputError(f"{given} is no pattern that can be searched: {error}") from None
     if not found:
@@ -301,8 +342,7 @@ def _matches(pattern: Path, given: str) -> list[Path]:
 
 def _kind(path: Path) -> type[FileSource] | None:
     """The class that reads a file of that name."""
-    compression = compression_suffix(path.name)
-    suffix = Path(path.name.lower().removesuffix(compression)).suffix
+    compression, suffix = compression_suffix(path.name), suffix_of(path.name)
     if compression == ".xz" and suffix not in _KINDS:
         return ArchiveFile  # as those within OpenWebText's archive, which say no more of themselves
     kind = _KINDS.get(suffix)

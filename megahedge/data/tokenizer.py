@@ -22,6 +22,10 @@ def load_tokenizer(name: str, revision: str | None = None, *, option: str | None
     given = f"--{option}={name}" if option else f"the tokenizer {name}"
     if os.path.isdir(name):
         _check_folder(Path(name), given)
+    elif name.endswith(".model") and os.path.isfile(name):
+        raise InputError(
+            f"{given} is a SentencePiece model, which serves preprocessing alone; give a Hugging Face folder of that tokenizer"
+        )
     elif not name.strip() or os.path.exists(name):
         raise InputError(f"{given} is no folder; give a folder with tokenizer.json, or the name of a model on the Hugging Face hub")
     verbosity = transformers.logging.get_verbosity()

@@ -76,7 +76,7 @@ def _open_fitting(options: EvaluateOptions, option: str, data: str | None, devic
 
 def _check_vocabulary(model: OpenModel, meta: DatasetMeta, name: str) -> None:
     if model.tokenizer_digest is not None:
-        check_tokenizer(meta, model.tokenizer_digest, name)
+        check_tokenizer(meta, model.tokenizer_digest, name, model.tokenizer)
     if meta.vocab_size > model.vocab_size:
         made_with = f"tokenizer {meta.tokenizer_name} of {meta.vocab_size} tokens"
         raise InputError(f"--data_path was made with {made_with}; {name} has vocab_size={model.vocab_size}")
@@ -104,7 +104,7 @@ def _measure(evaluation: Evaluation, model: OpenModel, prefix: str, device: torc
         prefix, options.seq_len, options.eval_tokens, model.vocab_size, mark_documents=options.reset_at_documents, mmap=options.mmap
     )
     if options.reset_at_documents:
-        check_documents(data.dataset)
+        check_documents(data.dataset, training=False)
     tokenizer = model.tokenizer or _tokenizer_of(meta)
     text = None
     if tokenizer is not None:  # token 0 has no prediction, so tokens 1 … num_scored_tokens are the scored ones
@@ -118,7 +118,7 @@ def _measure(evaluation: Evaluation, model: OpenModel, prefix: str, device: torc
         raise RunError(
             f"the loss of {model.source.path} on {prefix} is {measured.nats}: the model is broken, or --dtype={options.dtype} overflows"
         )
-    facts = dataset_digest(prefix) | {"tokenizer_digest": meta.tokenizer_digest if meta else None}
+    facts = dataset_digest(prefix, mmap=options.mmap) | {"tokenizer_digest": meta.tokenizer_digest if meta else None}
     probe = _probe(options, model, prefix, device) if options.context_probe else None
     return dataclasses.replace(evaluation, data=facts, perplexity=measured, text=text, probe=probe, seconds=seconds)
 

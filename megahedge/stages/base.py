@@ -16,7 +16,7 @@ from megahedge.config.model import ModelConfig
 from megahedge.config.options import BatchPlan, TrainOptions, plan_batches
 from megahedge.config.published import known_gpu
 from megahedge.data.blending import parse_data_path
-from megahedge.data.index_cache import check_ids
+from megahedge.data.index_cache import ArrayCache, check_ids
 from megahedge.data.indexed_dataset import IndexedDataset
 from megahedge.data.loader import BatchLoader, TrainingData, ValidationData
 from megahedge.data.meta import check_documents, check_tokenizer, dataset_digest, eod_density, find_split, load_meta, tokenizer_digest
@@ -122,7 +122,6 @@ def plan_run(
     tokenizer: that of the model; tokenizer_source: where it came from, for messages; weights, source: see Plan.
     Raises InputError.  Nothing is written but, beside large data, its sample order.
     """
-    check_device()
     check_wandb(options.wandb_project)
     run = RunFolder(options.output_dir or default_output_dir)
     run.check(options)
@@ -139,18 +138,25 @@ def plan_run(
     validation = ValidationData(
         _find_validation(options), options.seq_len, options.eval_tokens, model.vocab_size, mark_documents=mark, mmap=mmap
     )
-    data = TrainingData(options.data_path, options.seq_len, options.seed, mmap=mmap)
-    for dataset in (validation.dataset, *(index.dataset for index in data.indices)):
-        if load_meta(dataset.prefix) is None:
-            check_ids(dataset, model.vocab_size)
+    data = TrainingData(options.data_path, options.seq_len, options.seed, options.index_cache_dir, mmap=mmap)
     if options.reset_at_documents:
-        for dataset in (validation.dataset, *(index.dataset for index in data.indices)):
-            check_documents(dataset)
+        check_documents(validation.dataset, training=False)
+        for index in data.indices:
+            check_documents(index.dataset)
     if weights is not None:
         PretrainedWeights(model, weights)  # names and shapes, from the files' headers
     return Plan(
         options, run, model, batches, ds_config, data, validation, digest, tokenizer_source, weights, source, tokenizer.eos_token_id
     )
+
+
+def _check_foreign_ids(plan: Plan) -> None:
+    """Look at every token of pairs that no meta.json vouches for."""
+    caches = [(index.dataset, index.cache) for index in plan.data.indices]
+    caches.append((plan.validation.dataset, ArrayCache(plan.validation.dataset, plan.options.index_cache_dir, mmap=plan.options.mmap)))
+    for dataset, cache in caches:
+        if load_meta(dataset.prefix) is None:
+            check_ids(dataset, plan.model.vocab_size, cache)
 
 
 def _find_validation(options: TrainOptions) -> str:
@@ -165,14 +171,14 @@ def _find_validation(options: TrainOptions) -> str:
 def _check_data(options: TrainOptions, model: ModelConfig, tokenizer, tokenizer_source: str) -> str:
     """Every corpus must have been made with this tokenizer, and its ids must fit the model's vocabulary; returns its digest.
 
-    Data of other programs has no meta to ask; its ids are looked at.
+    Data of other programs has no meta to ask; its ids are looked at when the run starts.
     """
     largest_id = max(tokenizer.get_vocab().values())
     if largest_id >= model.vocab_size:
         raise InputError(f"{tokenizer_source} has token ids up to {largest_id}; the model has vocab_size={model.vocab_size}")
     digest = tokenizer_digest(tokenizer)
     for meta in filter(None, map(load_meta, _corpora(options))):
-        check_tokenizer(meta, digest, tokenizer_source)
+        check_tokenizer(meta, digest, tokenizer_source, tokenizer)
     return digest
 
 
@@ -192,6 +198,7 @@ def run_stage(stage_type: type[Stage], plan: Plan) -> tuple[Stage, TrainingEngin
             stage = stage_type(plan.model, TensorParallel(None, 0, options.tp_size), options)
         print_header(stage.name, plan, stage)
         return None
+    check_device()
     topology = init_distributed(options.tp_size)
     with tell_of_lost_ranks(), SilenceWatch(), StopSignal() as stop, contextlib.ExitStack() as held:
         on_first_rank(lambda: held.enter_context(_hold_folder(plan)), f"--output_dir={plan.run.path}")
@@ -208,6 +215,7 @@ def _hold_folder(plan: Plan) -> Iterator[None]:
 
 def _run(stage_type: type[Stage], plan: Plan, topology: Topology, stop: StopSignal) -> tuple[Stage, TrainingEngine, Progress]:
     options = plan.options
+    on_first_rank(lambda: _check_foreign_ids(plan), "the data could not be read")
     record = on_first_rank(lambda: _record(stage_type, plan), "the model and data could not be digested")
     stage, checkpoint = _build(stage_type, plan, topology, record)
     print_header(stage.name, plan, stage)
@@ -344,9 +352,9 @@ def _open_metrics(plan: Plan, progress: Progress) -> Iterator[MetricsLog]:
 
 def _data_record(plan: Plan) -> dict:
     return {
-        "train": [dataset_digest(prefix) for prefix in plan.data.prefixes],
+        "train": [dataset_digest(prefix, mmap=plan.options.mmap) for prefix in plan.data.prefixes],
         "weights": [weight for weight, _ in parse_data_path(plan.options.data_path)],
-        "validation": dataset_digest(plan.validation.dataset.prefix),
+        "validation": dataset_digest(plan.validation.dataset.prefix, mmap=plan.options.mmap),
         "tokenizer_digest": plan.tokenizer_digest,
         "tokenizer_name": plan.tokenizer_source,
     }

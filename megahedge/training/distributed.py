@@ -115,10 +115,10 @@ def _own_gpu(local_rank: int, visible: int) -> int:
     raise InputError(f"LOCAL_RANK={local_rank} has no GPU: {visible} are visible; start as many ranks a node as it has GPUs")
 
 
-def check_device(gpus: Path = Path("/proc/driver/nvidia/gpus")) -> None:
+def check_device(devices: Path = Path("/dev")) -> None:
     """Raise InputError where this machine has GPUs that torch cannot use: training on its processors would take weeks, unnoticed."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
-    if torch.cuda.is_available() or hidden or not gpus.is_dir() or not any(gpus.iterdir()):
+    if torch.cuda.is_available() or hidden or not any(devices.glob("nvidia[0-9]*")):
         return
     raise InputError(
         f"this machine has GPUs, and torch {torch.__version__} cannot use them: install torch's CUDA build in this environment (README, "

@@ -75,7 +75,7 @@ def train(job: Job, progress: Progress) -> Progress:
     if job.engine.any_rank(job.stop.requested):
         log_agreed(logger, logging.WARNING, "asked to stop by a signal before the first step: nothing to save; --resume begins here again")
         return progress
-    if progress.step >= last_step and not progress.finished(total_steps):
+    if options.stop_after is not None and progress.step >= last_step < total_steps:
         log_agreed(logger, logging.WARNING, "--stop_after=%s: the run stands at step %d already", options.stop_after, progress.step)
     if progress.step == 0 or progress.evaluation_due:
         progress = dataclasses.replace(progress, evaluation_due=False)
@@ -145,10 +145,12 @@ def _save(job: Job, progress: Progress, needed: bool) -> bool:
 
 def _mend_folder(job: Job) -> None:
     """Weeks of work must not end in a folder that no --resume understands because somebody has tidied up meanwhile."""
-    if job.run.restore_record():
-        job.metrics.reopen()
-        text = "%s was removed while the run writes there: its record is written again; older metrics and checkpoints are gone"
-        logger.error(text, job.run.path)
+    try:
+        if job.run.restore_record():
+            job.metrics.reopen()
+            logger.error("%s was removed while the run writes there: it is written again; what else is gone stays so", job.run.record_file)
+    except OSError as error:  # the checkpoint to come tells of the disk
+        logger.error("%s could not be looked at: %s", job.run.path, error)
 
 
 def _advance(progress: Progress, result: StepResult, options: TrainOptions) -> Progress:

@@ -31,7 +31,8 @@ SECONDS_FOR_PREDECESSOR = 150.0
 MAY_CHANGE = {
     "output_dir", "ds_config", "micro_batch_size", "tp_size", "activation_checkpointing", "log_interval", "eval_interval", "save_interval",
     "keep_last", "resume", "dry_run", "print_trainable", "stop_after", "wandb_project", "run_name", "peak_tflops", "keep_best", "mmap",
-    "eval_tokens", "export_dtype", "data_path", "val_data_path", "tokenizer", "model_config", "init_from", "teacher", "teacher_revision",
+    "index_cache_dir", "eval_tokens", "export_dtype", "data_path", "val_data_path", "tokenizer", "model_config", "init_from", "teacher",
+    "teacher_revision",
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import signal
 from megahedge.utils.logging import global_rank
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-_TOLD = b"\nstopping at the end of this step, with a checkpoint; Ctrl-C again ends at once\n"
+_TOLD = b"\nasked to stop: the run ends after its next step, with a checkpoint; Ctrl-C again ends it at once\n"
 
 
 class StopSignal:
@@ -37,4 +37,4 @@ class StopSignal:
     def __exit__(self, *exception):
         for number, handler in self._previous.items():
             ignore = self.requested and number != signal.SIGINT
-            signal.signal(number, signal.SIG_IGN if ignore else handler)
+            signal.signal(number, signal.SIG_IGN if ignore else handler or signal.SIG_DFL)

@@ -2,7 +2,8 @@
 
 A rank that dies closes its connections, and the others know at once.  One that merely stops leaves them waiting in a collective, for as
 long as that may take.  So each rank has a thread that gives a sign of life every few seconds through the job's store, and rank 0 one that
-looks for them and says who is missing.  It ends nobody: what is silent may come back.
+looks for them and says who is missing.  It ends nobody: what is silent may come back.  Rank 0 itself is watched by nobody: the store,
+by which signs are given, is its own.
 """
 
 import threading
@@ -18,6 +19,7 @@ SECONDS_BETWEEN_SIGNS = 10.0
 SECONDS_OF_SILENCE = 60.0
 _SIGN = "megahedge/alive/"
 _NAMED = 8
+_SECONDS_TO_END = 5.0
 
 logger = get_logger(__name__)
 
@@ -28,14 +30,18 @@ class SilenceWatch:
     def __init__(self, interval: float = SECONDS_BETWEEN_SIGNS, silence: float = SECONDS_OF_SILENCE):
         self._interval, self._silence = interval, silence
         self._done = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "SilenceWatch":
         if dist.get_world_size() > 1:
-            threading.Thread(target=self._run, args=(_get_default_store().clone(),), daemon=True).start()
+            self._thread = threading.Thread(target=self._run, args=(_get_default_store().clone(),), daemon=True)
+            self._thread.start()
         return self
 
     def __exit__(self, *_) -> None:
         self._done.set()
+        if self._thread is not None:  # a thread within a call of the store must not see the interpreter end
+            self._thread.join(_SECONDS_TO_END)
 
     def _run(self, store: dist.Store) -> None:
         """Its own connection to the store, which a collective of the main thread may be waiting at."""

@@ -9,7 +9,7 @@ from megahedge.data import indexed_dataset, merge
 from megahedge.data.indexed_dataset import IndexedDataset, bin_path, idx_path
 from megahedge.data.inspect import InspectConfig, inspect_dataset
 from megahedge.data.merge import MergeConfig, merge_datasets
-from megahedge.data.meta import load_meta, write_meta
+from megahedge.data.meta import load_meta, write_meta, writing_dataset
 from megahedge.data.preprocess import PreprocessConfig, preprocess
 from megahedge.utils.errors import InputError
 
@@ -76,6 +76,40 @@ def test_merging_keeps_sequences_documents_and_the_widest_dtype(tmp_path, join):
     assert [merged[index].tolist() for index in range(len(merged))] == [sequence for document in expected for sequence in document]
 
 
+def test_bare_pairs_are_merged_only_where_what_is_known_of_them_fits(tmp_path, convert, join):
+    convert("a", TEXTS[:50])
+    convert("b", TEXTS[50:])
+    join("a_train", "b_train", output="bare")
+    assert len(documents(tmp_path / "bare")) == len(documents(tmp_path / "a_train")) + len(documents(tmp_path / "b_train"))
+    write_meta(tmp_path / "bare", load_meta(tmp_path / "a"))
+    with pytest.raises(InputError, match=r"bare\.meta\.json describes other data"):
+        join("a_train", "b_train", output="bare", overwrite=True)
+    other = load_meta(tmp_path / "b")
+    write_meta(tmp_path / "b", type(other)(**(vars(other) | {"tokenizer_digest": "0" * 64})))
+    with pytest.raises(InputError, match="the dataset was made with tokenizer"):
+        join("a_train", "b_train")
+
+
+def test_merging_keeps_away_from_what_another_command_is_making(tmp_path, convert, join):
+    convert("a", TEXTS[:50])
+    convert("b", TEXTS[50:])
+    (tmp_path / ".merged.unfinished.json").write_text("{}")
+    with pytest.raises(InputError, match=r"\.merged\.unfinished\.json tells of an unfinished preprocessing; choose another"):
+        join("a", "b", overwrite=True)
+    (tmp_path / ".merged.unfinished.json").unlink()
+    with writing_dataset(tmp_path / "merged"), pytest.raises(InputError, match="another process is writing .*merged"):
+        join("a", "b")
+    join("a", "b")
+
+
+@pytest.mark.parametrize("name", ["x_train", "x_val", "..", ""])
+def test_a_prefix_that_could_not_be_found_again_is_refused(tmp_path, join, name):
+    with pytest.raises(InputError, match="--output_prefix=.* must (not )?end in"):
+        join("a", "b", output=name or "folder/")
+    with pytest.raises(InputError, match="--output_prefix=.* must (not )?end in"):
+        PreprocessConfig(output_prefix=f"{tmp_path}/{name or 'folder/'}", tokenizer="t")
+
+
 def test_what_does_not_fit_together_is_refused_and_leaves_nothing(tmp_path, convert, join):
     convert("a", TEXTS[:50])
     convert("b", TEXTS[50:], seed=5)
@@ -124,10 +158,12 @@ def test_a_sound_dataset_is_described(tmp_path, convert, mmap):
     meta = convert("a", TEXTS)
     lines, sound = inspect_dataset(InspectConfig(prefix=str(tmp_path / "a"), check=True, compare=str(tmp_path / "a"), mmap=mmap))
     text = "\n".join(lines)
-    assert sound and text.count("every token was read") == 2 and "hold the same tokens in the same documents" in text
+    assert (
+        sound and text.count("every token was read, and is as it should be") == 2 and "hold the same tokens in the same documents" in text
+    )
     for counts in meta.splits.values():
         assert f"{counts.documents} documents in {counts.documents} sequences, {counts.tokens} tokens" in text
-        assert f"one in {counts.tokens / counts.documents:.0f} of {counts.tokens} tokens all" in text
+        assert f"one in {counts.tokens / counts.documents:.0f} of all {counts.tokens} tokens" in text
 
 
 def test_a_document_is_printed_as_text(tmp_path, convert):
@@ -159,6 +195,20 @@ def test_faults_are_found(tmp_path, convert):
     assert f"1 ids lie outside the vocabulary of 300, the first at token {ends[10] + 1}, of document 11" in text
     assert "2 documents do not end in EOD: 3, 8" in text
     assert f"298 EOD tokens, where meta.json says {meta.splits['train'].documents}" in text
+
+
+def test_a_pair_without_meta_is_read_and_its_ids_told(tmp_path):
+    write_pair(tmp_path / "x", numbered_documents([5, 6]))
+    lines, sound = inspect_dataset(InspectConfig(prefix=str(tmp_path / "x"), check=True))
+    assert sound and lines[-1].endswith("every token was read, and is as it should be; ids go from 0 to 10")
+
+
+def test_a_split_that_is_gone_is_a_fault(tmp_path, convert):
+    convert("a", TEXTS)
+    for path in tmp_path.glob("a_val.*"):
+        path.unlink()
+    lines, sound = inspect_dataset(InspectConfig(prefix=str(tmp_path / "a"), check=True))
+    assert not sound and lines[-1] == f"{tmp_path / 'a'}_val, of which meta.json tells, is not there"
 
 
 def test_datasets_part_where_they_differ(tmp_path):

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from data_helpers import write_jsonl, write_pair
 
 from megahedge.data import preprocess as preprocess_module
 from megahedge.data import sources
 from megahedge.data.indexed_dataset import IndexedDataset
-from megahedge.data.meta import check_tokenizer, dataset_digest, find_split, load_meta, tokenizer_digest
+from megahedge.data.meta import check_tokenizer, dataset_digest, find_split, load_meta, tokenizer_digest, tokens_per_document
 from megahedge.data.preprocess import PreprocessConfig, load_tokenizer, preprocess
 from megahedge.utils.errors import InputError
 
@@ -242,6 +243,33 @@ def test_output_that_cannot_be_written_is_found_before_the_work(tmp_path, conver
     with pytest.raises(InputError, match=f"^--output_prefix=.*{message}"):
         convert(tmp_path / "a.jsonl", output_prefix=prefix.format(folder=tmp_path), overwrite=True, tokenizer="not looked up yet")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "taken_val.idx"]
+
+
+def test_a_text_of_which_the_tokenizer_makes_nothing_is_left_out(tmp_path, convert, tokenizer_dir):
+    """It would be a document of nothing but an EOD."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_dir)
+    tokenizer.backend_tokenizer.normalizer = tokenizers.normalizers.Replace("nothing", "")
+    tokenizer.save_pretrained(tmp_path / "replacing")
+    meta = convert(write_jsonl(tmp_path / "a.jsonl", ["one", "nothing", "two"]), tokenizer=str(tmp_path / "replacing"))
+    assert meta.skipped == {"no_tokens": 1} and meta.splits["train"].documents == 2
+
+
+def test_options_that_would_do_nothing_are_refused(tmp_path, convert):
+    source = write_jsonl(tmp_path / "a.jsonl", ["one"])
+    with pytest.raises(InputError, match=r"--document_separator='--' goes with \.txt files, of which there are none"):
+        convert(source, document_separator="--")
+    with pytest.raises(InputError, match="--tokenizer_revision=main goes with --tokenizer"):
+        convert(source, tokenizer=None, sentencepiece="x.model", tokenizer_revision="main")
+
+
+def test_percentiles_of_lengths_are_those_of_all_of_them():
+    lengths = np.random.default_rng(3).integers(1, 5000, 20_000)
+    found = tokens_per_document(np.array_split(lengths, 7))
+    expected = np.percentile(lengths, [0, 10, 50, 90, 99, 100], method="inverted_cdf")
+    assert list(found.values()) == expected.tolist() and list(found) == ["min", "p10", "p50", "p90", "p99", "max"]
+    assert tokens_per_document([]) == {} and tokens_per_document([np.array([5])])["p50"] == 5
 
 
 def test_dtype_counts_added_tokens(tmp_path, convert):

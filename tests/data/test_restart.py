@@ -184,12 +184,31 @@ def test_bad_lines_may_be_skipped_from_where_the_first_was_met(job, tmp_path):
     assert contents(tmp_path, "out") == contents(tmp_path, "whole")
 
 
-def test_damaged_unfinished_work_is_named_and_can_be_thrown_away(job, unfinished, tmp_path):
-    (tmp_path / ".out_train.bin.tmp").write_bytes(b"")
-    with pytest.raises(InputError, match=r"\.out_train\.bin\.tmp should hold \d+ bytes of unfinished work and has 0; begin anew"):
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / ".out_train.bin.tmp").unlink(), "files of the unfinished work that .* tells of are gone"),
+        (lambda folder: (folder / ".out_val.bin.sizes.tmp").write_bytes(b""), "files of the unfinished work that .* tells of are gone"),
+        (lambda folder: (folder / ".out.unfinished.json").write_text('{"task": '), "which tells of unfinished work, cannot be read"),
+        (lambda folder: (folder / ".out.unfinished.json").write_text("[]"), "which tells of unfinished work, cannot be read"),
+    ],
+)
+def test_damaged_unfinished_work_is_named_and_can_be_thrown_away(job, unfinished, tmp_path, damage, message):
+    damage(tmp_path)
+    with pytest.raises(InputError, match=f"{message}.*; begin anew with --overwrite"):
         job()
-    (tmp_path / ".out.unfinished.json").write_text('{"task": ')
-    with pytest.raises(InputError, match=r"\.out\.unfinished\.json, which tells of unfinished work, cannot be read .*; begin anew"):
+    job(overwrite=True)
+    job("whole")
+    assert contents(tmp_path, "out") == contents(tmp_path, "whole")
+
+
+def test_a_finished_pair_that_is_gone_before_it_is_published_is_missed(job, tmp_path, monkeypatch):
+    with monkeypatch.context() as context:
+        context.setattr(module, "publish_dataset", BrokenPublishing(0))
+        with pytest.raises(Killed):
+            job()
+    (tmp_path / ".out_val.idx.tmp").unlink()
+    with pytest.raises(InputError, match="are gone; begin anew with --overwrite"):
         job()
     job(overwrite=True)
     job("whole")

@@ -218,11 +218,13 @@ class TestCache:
 def test_ids_of_data_that_nothing_vouches_for_are_looked_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(index_cache, "_BLOCK_TOKENS", 7)
     dataset = write_pair(tmp_path / "x", numbered_documents([5, 30, 15]))
-    index_cache.check_ids(dataset, 50)
+    cache = index_cache.ArrayCache(dataset, tmp_path / "cache")
+    index_cache.check_ids(dataset, 50, cache)
     with pytest.raises(InputError, match=r"x holds the token id 49, outside the vocabulary of 49: another tokenizer made it"):
-        index_cache.check_ids(dataset, 49)
+        index_cache.check_ids(dataset, 49, cache)
     monkeypatch.setattr(index_cache, "_range_of_ids", None)  # from here on the answer comes from the disk
-    index_cache.check_ids(dataset, 50)
+    index_cache.check_ids(dataset, 50, cache)
     monkeypatch.undo()
     with pytest.raises(InputError, match="negative holds the token id -1"):
-        index_cache.check_ids(write_pair(tmp_path / "negative", [[3, -1, 2]], np.int32), 50)
+        negative = write_pair(tmp_path / "negative", [[3, -1, 2]], np.int32)
+        index_cache.check_ids(negative, 50, index_cache.ArrayCache(negative, tmp_path / "cache"))

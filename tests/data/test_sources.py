@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import hashlib
 import io
 import json
 import lzma
@@ -12,7 +13,7 @@ from data_helpers import write_jsonl
 
 from megahedge.data import sources
 from megahedge.data.sources import iterate_texts
-from megahedge.utils.errors import InputError
+from megahedge.utils.errors import InputError, RunError
 
 pyarrow = pytest.importorskip("pyarrow")
 TEXTS = [f"Text {index} — " + "some words\nand a second line " * (index % 5) for index in range(40)]
@@ -146,8 +147,72 @@ def test_texts_in_archives_are_named(tmp_path):
         with pytest.raises(InputError, match=r"c\.tar is damaged or cut off \("):
             read(tmp_path / "c.tar")
     (tmp_path / "d.xz").write_bytes(lzma.compress(b"words"))
-    with pytest.raises(InputError, match=r"d\.xz is damaged or cut off \(no tar archive"):
+    with pytest.raises(InputError, match=r"d\.xz: no tar archive; plain text ends in \.txt"):
         read(tmp_path / "d.xz")
+
+
+def test_archives_of_json_lines_and_of_other_files(tmp_path):
+    files = {"a.jsonl": lines(TEXTS[:9]), "b.jsonl.zst": zstd(lines(TEXTS[9:])), "._c.txt": b"of a file manager", ".DS_Store": b"\0"}
+    (tmp_path / "a.tar").write_bytes(tar(files))
+    assert read(tmp_path / "a.tar") == TEXTS
+    (tmp_path / "b.tar").write_bytes(tar({"README": b"a text", "c.parquet": b"PAR1"}))
+    with pytest.raises(InputError, match=r"b\.tar/openwebtext/c\.parquet: files in archives are texts"):
+        read(tmp_path / "b.tar")
+    (tmp_path / "c.tar").write_bytes(tar({"a.jsonl": b"broken\n"}))
+    with pytest.raises(InputError, match=r"c\.tar/openwebtext/a\.jsonl:1: not JSON"):
+        read(tmp_path / "c.tar")
+
+
+def test_archives_that_were_put_together_are_read_whole(tmp_path):
+    (tmp_path / "a.tar").write_bytes(texts_tar(TEXTS[:20]) + texts_tar(TEXTS[20:]))
+    assert read(tmp_path / "a.tar") == TEXTS
+
+
+def test_words_that_look_like_a_compression_are_words(tmp_path):
+    for index, text in enumerate(("BZhang wrote this", "BZh9 is a name", "\x1f\x8b")):
+        (tmp_path / f"{index}.txt").write_text(text)
+        assert read(tmp_path / f"{index}.txt") == [text]
+
+
+def test_a_file_is_recorded_whole(tmp_path):
+    """Also where its reader stops before its end, as at an archive's end mark."""
+    for name, content in {"a.tar": texts_tar(TEXTS) + b"\0" * 3_000_000, "b.jsonl.gz": gzip.compress(lines(TEXTS))}.items():
+        (tmp_path / name).write_bytes(content)
+        (source,) = sources.find_sources([str(tmp_path / name)])
+        assert len(list(source.chunks(sources.Reading()))) == 1
+        assert source.record() == {"name": name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+class Stream:
+    """A stand-in for the hub's client and its streams."""
+
+    def __init__(self, monkeypatch, rows, sha="abc"):
+        self.asked = []
+        info = lambda self_, name: type("Info", (), {"sha": sha})  # noqa: E731
+        monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", info)
+        monkeypatch.setattr("datasets.load_dataset", lambda name, **options: self.asked.append((name, options)) or rows)
+
+
+def test_a_hub_dataset_is_read_at_the_commit_that_it_has(monkeypatch):
+    stream = Stream(monkeypatch, [{"text": text, "meta": {"body": "x"}} for text in TEXTS])
+    (source,) = sources.find_sources(["someone/text"])
+    assert source.identity() == ["someone/text", "abc"]
+    assert [text for chunk in source.chunks(sources.Reading()) for _, text in chunk.documents("text")] == TEXTS
+    assert stream.asked == [("someone/text", {"split": "train", "streaming": True, "revision": "abc"})]
+    assert source.record() == {"name": "text", "hub": True, "revision": "abc"}
+    assert read("someone/text", text_key="meta.body") == ["x"] * len(TEXTS)
+    with pytest.raises(InputError, match=r"someone/text has no column 'body': this record has \['meta', 'text'\]"):
+        read("someone/text", text_key="body")
+
+
+def test_a_stream_that_ends_early_is_no_fault_of_the_input(monkeypatch):
+    def rows():
+        yield {"text": "one"}
+        raise ConnectionError("reset by peer")
+
+    Stream(monkeypatch, rows())
+    with pytest.raises(RunError, match=r"someone/text: the hub has ended the stream \(reset by peer\)"):
+        read("someone/text")
 
 
 def test_parquet(tmp_path, chunk_bytes):
@@ -188,6 +253,10 @@ def test_nested_keys(tmp_path):
 def test_a_folder_holds_files_of_one_kind(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["x"])
     (tmp_path / ".hidden.txt").write_text("y")
+    (tmp_path / ".checkpoints").mkdir()
+    write_jsonl(tmp_path / ".checkpoints" / "a.jsonl", ["a copy"])
+    write_jsonl(tmp_path / ".b.jsonl", ["a copy"])
+    assert read(f"{tmp_path}/*.jsonl") == read(f"{tmp_path}/**/*.jsonl") == ["x"]
     (tmp_path / "notes.md").write_text("y")
     assert read(tmp_path) == ["x"]
     (tmp_path / "LICENSE.txt").write_text("y")

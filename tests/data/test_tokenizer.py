@@ -1,5 +1,8 @@
 """Finding a tokenizer: what is missing or damaged is named, and none is made up."""
 
+import json
+import shutil
+
 import pytest
 import tokenizers
 import transformers
@@ -110,16 +113,23 @@ def test_text_comes_back_through_a_sentencepiece_model(tmp_path, sentencepiece_m
 
 
 def test_data_of_a_sentencepiece_model_fits_the_teacher_that_has_it_and_no_other(tmp_path, sentencepiece_model, folder):
-    """The teacher's tokenizer may be stored in another form: what counts is what it does."""
-    digest = tokenizer_digest(SentencePieceTokenizer(str(sentencepiece_model)))
+    """What counts is what the teacher's tokenizer does, which transformers has converted."""
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    shutil.copy(sentencepiece_model, teacher / "tokenizer.model")
+    settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (teacher / "tokenizer_config.json").write_text(json.dumps(settings))
+    own, other = load_tokenizer(str(teacher)), load_tokenizer(str(folder))
     source = write_jsonl(tmp_path / "a.jsonl", ["the quick fox", "lazy dogs"])
     config = PreprocessConfig(
         output_prefix=str(tmp_path / "out"), input=(str(source),), sentencepiece=str(sentencepiece_model), val_fraction=0.0, workers=1
     )
     meta = preprocess(config)
-    check_tokenizer(meta, digest, "the same model")
-    with pytest.raises(InputError, match=r"the dataset was made with tokenizer .*small\.model"):
-        check_tokenizer(meta, tokenizer_digest(load_tokenizer(str(folder))), "another teacher")
+    check_tokenizer(meta, tokenizer_digest(own), "the teacher", own)
+    with pytest.raises(InputError, match=r"the dataset was made with tokenizer .*small\.model .*, not with that of another teacher"):
+        check_tokenizer(meta, tokenizer_digest(other), "another teacher", other)
+    with pytest.raises(InputError, match="is a SentencePiece model, which serves preprocessing alone; give a Hugging Face folder"):
+        load_tokenizer(meta.tokenizer_name, option="tokenizer")
 
 
 @pytest.mark.parametrize(
