@@ -163,7 +163,7 @@ def test_data_whose_index_does_not_tell_documents_apart_is_refused_for_resets(tm
     with pytest.raises(InputError, match=r"--reset_at_documents: the 20 documents of .*rows all have 33 tokens; they are rows"):
         check_documents(write_pair(tmp_path / "rows", numbered_documents([33] * 20)))
     packed = write_pair(tmp_path / "packed", numbered_documents([33] * 20 + [7]))  # what was left for the last row
-    with pytest.raises(InputError, match="the 21 documents of .*packed all have 33 tokens"):
+    with pytest.raises(InputError, match=r"the 21 documents of .*packed all have 33 tokens"):
         check_documents(packed)
     check_documents(write_pair(tmp_path / "small", numbered_documents([99])), training=False)
     with pytest.raises(InputError, match=r"--reset_at_documents: the index of .*one knows one document"):
