@@ -16,9 +16,10 @@ from megahedge.utils.files import atomic_write, file_lock
 from megahedge.utils.logging import get_logger, log_once
 from megahedge.utils.units import format_count
 
-_FORMAT = 1  # of the sample order and of the files; a change makes old ones miss
+_FORMAT = 2  # of the sample order and of the files; a change makes old ones miss
 _MIN_CACHED_ENTRIES = 1 << 17  # smaller arrays are rebuilt in milliseconds; a tiny corpus has thousands of epochs
 _BLOCK_TOKENS = 1 << 22
+_INT64 = np.dtype(np.int64)
 
 logger = get_logger(__name__)
 
@@ -44,38 +45,38 @@ def _range_of_ids(dataset: IndexedDataset) -> np.ndarray:
 
 
 class ArrayCache:
-    """int64 arrays derived from one dataset, kept as .npy files under a key of the dataset's content."""
+    """Arrays derived from one dataset, kept as .npy files under a key of the dataset's content."""
 
     def __init__(self, dataset: IndexedDataset, folder: str | os.PathLike | None, *, mmap: bool = True):
         self._dataset = dataset
         self._folder = Path(folder) if folder else Path(dataset.prefix).parent / ".index_cache"
         self._mmap = mmap
 
-    def get(self, name: str, length: int, build: Callable[[], np.ndarray], *, costly: bool = False) -> np.ndarray:
-        """The array `name` of `length` entries: read from its file, or built, and stored if it is large or says that it is costly."""
+    def get(self, name: str, length: int, build: Callable[[], np.ndarray], *, dtype: np.dtype = _INT64, costly: bool = False) -> np.ndarray:
+        """The array `name` of `length` entries: read from its file, or built, and stored if it is large or said to be costly."""
         if length < _MIN_CACHED_ENTRIES and not costly:
-            return build()
+            return build().astype(dtype, copy=False)
         path = self._folder / f"{self._key(name)}.npy"
         built = None
         try:
-            array = self._load(path, length)
+            array = self._load(path, length, dtype)
             if array is not None:
                 return array
             with file_lock(self._folder / "lock"):
-                array = self._load(path, length)  # another process may have built it while this one waited
+                array = self._load(path, length, dtype)  # another process may have built it while this one waited
                 if array is None:
                     with _not_of_the_cache():
-                        built = build()
+                        built = build().astype(dtype, copy=False)
                     with atomic_write(path) as handle:
                         np.save(handle, built)
-                    array = self._load(path, length)
+                    array = self._load(path, length, dtype)
                 # a file system without working locks may let another writer in between
                 return built if array is None else array
         except OSError as error:
             log_once(logger, logging.INFO, f"cannot use {self._folder} ({error.strerror}); every process builds its own")
-            return build() if built is None else built
+            return build().astype(dtype, copy=False) if built is None else built
 
-    def _load(self, path: Path, length: int) -> np.ndarray | None:
+    def _load(self, path: Path, length: int, dtype: np.dtype) -> np.ndarray | None:
         if not path.is_file():
             return None
         try:
@@ -83,7 +84,7 @@ class ArrayCache:
         except (ValueError, EOFError):
             logger.warning("%s is damaged and is built again", path)
             return None
-        return np.asarray(array) if array.shape == (length,) and array.dtype == np.int64 else None
+        return np.asarray(array) if array.shape == (length,) and array.dtype == dtype else None
 
     def _key(self, name: str) -> str:
         return hashlib.sha256(f"{_FORMAT} {self._content} {name}".encode()).hexdigest()[:32]
@@ -91,7 +92,7 @@ class ArrayCache:
     @functools.cached_property
     def _content(self) -> str:
         stats = [path.stat() for path in (bin_path(self._dataset.prefix), idx_path(self._dataset.prefix))]
-        return " ".join([self._dataset.index_digest, *(f"{stat.st_size} {stat.st_mtime_ns}" for stat in stats)])
+        return " ".join([self._dataset.index_fingerprint, *(f"{stat.st_size} {stat.st_mtime_ns}" for stat in stats)])
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ Layout of .idx, little-endian, as megatron-core and GPT-NeoX write it (version 1
 import contextlib
 import functools
 import hashlib
+import mmap as mmap_module
 import os
 import struct
 import weakref
@@ -20,7 +21,7 @@ from typing import BinaryIO
 import numpy as np
 
 from megahedge.utils.errors import InputError, RunError
-from megahedge.utils.files import disk_errors_explained, file_lock, fsync_path
+from megahedge.utils.files import disk_errors_explained, file_lock, fsync_path, sha256_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -29,6 +30,7 @@ _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np
 _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
 _SIZE = np.dtype("<i4")
 _INDEX_BLOCK = 1 << 20  # index entries worked on at a time, so that nothing needs a second copy of a large index
+_PRINT_BLOCKS, _PRINT_BYTES = 64, 1 << 12
 _READ_BYTES = 1 << 30  # of one pread, which the system cuts at 2 GiB
 
 
@@ -77,7 +79,7 @@ class IndexedDataset:
         length = path.stat().st_size
         if length < _HEADER.size:
             raise InputError(f"{path} is truncated: {length} bytes, its header alone has {_HEADER.size}")
-        self._index = np.asarray(np.memmap(path, np.uint8, "r")) if self._mmap else np.fromfile(path, np.uint8)
+        self._index, self._mapping = _map(path) if self._mmap else (np.fromfile(path, np.uint8), None)
         magic, version, code, num_sequences, num_offsets = _HEADER.unpack(self._index[: _HEADER.size].tobytes())
         if magic != MAGIC:
             raise InputError(f"{path} is not a Megatron index file: it starts with {magic!r}, not {MAGIC!r}")
@@ -107,11 +109,19 @@ class IndexedDataset:
             or not _all_blocks(offsets[1:], offsets[:-1], np.greater_equal)
         ):
             raise InputError(f"{path} is damaged: its document offsets do not run from 0 to its {len(self.sizes)} sequences")
+        self._one_sequence_each = len(offsets) == len(self.sizes) + 1 and self._offsets_count_up()
         if not self._pointers_follow():
             raise InputError(f"{path} is damaged: its pointers do not follow from its sequence lengths")
+        if self._mapping is not None:  # the check has touched all of it, and a run touches little
+            self._mapping.madvise(mmap_module.MADV_DONTNEED)
         expected, found = self.num_tokens * self.dtype.itemsize, bin_path(self.prefix).stat().st_size
         if found != expected:
             raise InputError(f"{bin_path(self.prefix)} has {found} bytes, but {path} describes {expected}; the two are not of one run")
+
+    def _offsets_count_up(self) -> bool:
+        """Whether every document is one sequence."""
+        offsets = self.document_offsets
+        return all(bool(np.all(offsets[first:stop] == np.arange(first, stop))) for first, stop in _blocks(len(offsets)))
 
     def _pointers_follow(self) -> bool:
         """Whether every sequence begins where the one before it ends, looked at in blocks: there may be billions."""
@@ -168,6 +178,9 @@ class IndexedDataset:
 
     def lengths_of(self, documents: np.ndarray) -> np.ndarray:
         """int64: tokens of each of these documents."""
+        if self._one_sequence_each:
+            return self.sizes[documents].astype(np.int64)
+        documents = documents.astype(np.int64)
         return self._starts(self.document_offsets[documents + 1]) - self._starts(self.document_offsets[documents])
 
     def documents_begin(self, start: int, count: int) -> np.ndarray:
@@ -203,7 +216,24 @@ class IndexedDataset:
     @functools.cached_property
     def index_digest(self) -> str:
         """SHA-256 of the whole .idx file."""
-        return hashlib.sha256(self._index).hexdigest()
+        return sha256_file(idx_path(self.prefix))
+
+    @functools.cached_property
+    def index_fingerprint(self) -> str:
+        """SHA-256 of blocks spread over .idx, its header among them: with size and time of change enough to know it again."""
+        digest, last = hashlib.sha256(), max(0, len(self._index) - _PRINT_BYTES)
+        with open(idx_path(self.prefix), "rb") as handle:  # of a mapping, each block would bring two megabytes into memory
+            for block in range(_PRINT_BLOCKS):
+                handle.seek(last * block // (_PRINT_BLOCKS - 1))
+                digest.update(handle.read(_PRINT_BYTES))
+        return digest.hexdigest()
+
+
+def _map(path: Path) -> tuple[np.ndarray, mmap_module.mmap]:
+    """The bytes of a file that is not empty, mapped."""
+    with open(path, "rb") as handle:
+        mapping = mmap_module.mmap(handle.fileno(), 0, access=mmap_module.ACCESS_READ)
+    return np.frombuffer(mapping, np.uint8), mapping
 
 
 def _all_blocks(left: np.ndarray, right: np.ndarray, holds) -> bool:

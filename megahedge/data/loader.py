@@ -140,7 +140,9 @@ class BatchLoader:
         """
         for micro_batch in range(self.num_micro_batches):
             positions = _rank_positions(start_position, micro_batch, self.micro_batch_size, self.dp_rank, self.dp_size)
-            samples = np.stack([self.data.sample(position) for position in positions])  # [b, t + 1]
+            samples = np.empty((self.micro_batch_size, self.data.seq_len + 1), np.int64)  # [b, t + 1]
+            for row, position in zip(samples, positions, strict=True):
+                row[:] = self.data.sample(position)
             self._check_ids(samples, positions)
             tokens = torch.from_numpy(samples)
             boundaries = (

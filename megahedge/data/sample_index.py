@@ -15,6 +15,7 @@ leaves out what fills no sample at the stream's end, where ours goes on into the
 import functools
 import itertools
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +31,7 @@ _BLOCK = 1 << 16  # hashed at a time, so that they stay in the processor's cache
 
 
 def permutation(length: int, seed: int, epoch: int, purpose: int) -> np.ndarray:
-    """int64 [length]: a permutation keyed by (seed, epoch, purpose), the same under every version of numpy.
+    """uint64 [length]: a permutation keyed by (seed, epoch, purpose), the same under every version of numpy.
 
     The indices are sorted by their place in the splitmix64 sequence (Steele, Lea, Flood 2014) that starts at the hashed key.
     In memory it takes no more than its result: an index stands in the low bits of its hash while that is sorted.
@@ -47,7 +48,7 @@ def permutation(length: int, seed: int, epoch: int, purpose: int) -> np.ndarray:
     packed.sort()
     _order_ties(packed, low, key)
     packed &= low
-    return packed.view(np.int64)
+    return packed
 
 
 def _order_ties(packed: np.ndarray, low: np.uint64, key: int) -> None:
@@ -95,7 +96,7 @@ class Piece:
 class _DocumentOrder:
     """Documents of one epoch in the order of their stream."""
 
-    documents: np.ndarray  # int64 [num_documents]
+    documents: np.ndarray  # uint32 or int64 [num_documents]
     starts: np.ndarray  # int64 [num_documents + 1]: first token of each in the epoch's stream, then T
 
 
@@ -137,26 +138,31 @@ class SampleIndex:
 
     def pieces(self, position: int) -> list[Piece]:
         """The documents, or parts of them, that make up a sample, in order."""
-        start = self.sample_number(position) * self.seq_len
-        epoch, offset = divmod(start, self.dataset.num_tokens)
-        pieces, missing = [], self.seq_len + 1
+        return [Piece(*run) for run in self._runs(position)]
+
+    def _runs(self, position: int) -> Iterator[tuple[int, int, int]]:
+        """Document, first token within it and count of each piece."""
+        epoch, offset = divmod(self.sample_number(position) * self.seq_len, self.dataset.num_tokens)
+        missing = self.seq_len + 1
         while missing:
             order = self._document_order(epoch)
-            place = int(np.searchsorted(order.starts, offset, side="right")) - 1
+            place = int(order.starts.searchsorted(offset, side="right")) - 1
             while missing and place < len(order.documents):
-                start = offset - int(order.starts[place])
-                count = min(missing, int(order.starts[place + 1]) - offset)
+                start, end = order.starts[place : place + 2].tolist()
+                count = min(missing, end - offset)
                 if count:
-                    pieces.append(Piece(int(order.documents[place]), start, count))
+                    yield int(order.documents[place]), offset - start, count
                 offset, missing, place = offset + count, missing - count, place + 1
             epoch, offset = epoch + 1, 0
-        return pieces
 
     def read(self, position: int) -> np.ndarray:
         """int64 [seq_len + 1]: the tokens of the sample at `position`."""
-        dataset = self.dataset
-        parts = [dataset.read(dataset.document_start(piece.document) + piece.start, piece.count) for piece in self.pieces(position)]
-        return np.concatenate(parts, dtype=np.int64)
+        dataset, filled = self.dataset, 0
+        tokens = np.empty(self.seq_len + 1, np.int64)
+        for document, start, count in self._runs(position):
+            tokens[filled : filled + count] = dataset.read(dataset.document_start(document) + start, count)
+            filled += count
+        return tokens
 
     def documents_begin(self, position: int) -> list[int]:
         """Places in the sample at `position`, from 1 on, at which a document begins."""
@@ -168,6 +174,7 @@ class SampleIndex:
             f"documents seed {self.seed} epoch {epoch}",
             self.dataset.num_documents,
             lambda: permutation(self.dataset.num_documents, self.seed, epoch, purpose=0),
+            dtype=_smallest_dtype(self.dataset.num_documents),
         )
         starts = self.cache.get(
             f"starts seed {self.seed} epoch {epoch}",
@@ -182,7 +189,13 @@ class SampleIndex:
             f"samples seq_len {self.seq_len} seed {self.seed} epoch {epoch}",
             count,
             lambda: permutation(count, self.seed, epoch, purpose=1),
+            dtype=_smallest_dtype(count),
         )
+
+
+def _smallest_dtype(count: int) -> np.dtype:
+    """Of an array whose entries are below `count`."""
+    return np.dtype(np.uint32 if count <= 1 << 32 else np.int64)
 
 
 def _permuted_starts(dataset: IndexedDataset, documents: np.ndarray) -> np.ndarray:

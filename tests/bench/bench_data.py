@@ -265,7 +265,7 @@ def _their_command(options: BenchDataOptions, source: Path, prefix: Path) -> lis
 
 def _run(command: list[str], options: BenchDataOptions) -> tuple[float, int]:
     """Seconds of a command, and the most memory that its processes held together (pages that they share counted once)."""
-    paths = [str(REPOSITORY), *([options.megatron_lm] if options.megatron_lm else [])]
+    paths = [str(REPOSITORY), *([options.megatron_lm] if options.megatron_lm else []), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     started, peak = time.perf_counter(), 0
     with tempfile.TemporaryFile() as output:

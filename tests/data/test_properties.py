@@ -122,7 +122,7 @@ def test_documents_come_back_whatever_they_are(folder, documents, split):
 @given(length=st.integers(0, 3000), seed=seeds, epoch=st.integers(0, 2**40))
 def test_a_permutation_is_one(length, seed, epoch):
     found = permutation(length, seed, epoch, 1)
-    assert found.dtype == np.int64 and sorted(found.tolist()) == list(range(length))
+    assert found.dtype == np.uint64 and sorted(found.tolist()) == list(range(length))
 
 
 def test_entries_of_equal_high_bits_are_ordered_by_their_whole_hashes(monkeypatch):
