@@ -78,12 +78,12 @@ class Blend:
 def _fraction(weight: float) -> Fraction:
     """The decimal number that a user wrote, not its binary neighbour."""
     try:
-        value = Fraction(str(weight))
+        valid = 0 < float(weight) < float("inf")  # before the fraction, which is exact whatever the exponent
     except ValueError:
-        value = Fraction(0)
-    if value <= 0:
+        valid = False
+    if not valid:
         raise InputError(f"--data_path: the blend weight {weight} must be a positive number")
-    return value
+    return Fraction(str(weight))
 
 
 def parse_data_path(data_path: str | Sequence[str]) -> list[tuple[float, str]]:

@@ -1,11 +1,13 @@
 """Compressed files as streams of what they hold, recognised by their first bytes."""
 
 import bz2
+import functools
 import gzip
 import io
 import lzma
 import re
 import zlib
+from collections.abc import Callable
 
 # The first bytes by suffix; bzip2's begin like a word, so that its block's are looked at as well.
 MAGIC = {
@@ -46,12 +48,41 @@ def _open(suffix: str, stream: io.BufferedReader):
     if suffix == ".gz":
         return gzip.GzipFile(fileobj=stream)
     if suffix == ".bz2":
-        return bz2.BZ2File(stream)
+        return _Streams(stream, bz2.BZ2Decompressor)
     if suffix == ".xz":
-        return lzma.LZMAFile(stream)
+        return _Streams(stream, functools.partial(lzma.LZMADecompressor, lzma.FORMAT_XZ))
     import pyarrow  # the standard library of Python 3.11 knows no zstd, and `datasets` brings this
 
     return pyarrow.CompressedInputStream(pyarrow.PythonFile(stream, "r"), "zstd")
+
+
+class _Streams:
+    """Compressed streams that follow one another in a file, with zeros between and after them, and nothing else.
+
+    The library's own classes take what is no stream for rubbish that may be left out, the rest of the file with it.
+    """
+
+    def __init__(self, stream: io.BufferedReader, new: Callable):
+        self._stream, self._new = stream, new
+        self._decompressor = new()
+
+    def read(self, size: int) -> bytes:
+        """Up to `size` bytes; none at the end."""
+        while True:
+            if self._decompressor.eof:
+                rest = self._decompressor.unused_data.lstrip(b"\0")
+                while not rest and (block := self._stream.read(_BUFFER_BYTES)):
+                    rest = block.lstrip(b"\0")
+                if not rest:
+                    return b""
+                self._decompressor = self._new()
+                block = rest
+            else:
+                block = self._stream.read1(_BUFFER_BYTES) if self._decompressor.needs_input else b""
+                if self._decompressor.needs_input and not block:
+                    raise EOFError("it ends within a compressed stream")
+            if data := self._decompressor.decompress(block, size):
+                return data
 
 
 class _Decompressed(io.RawIOBase):

@@ -4,6 +4,7 @@ A chunk is what travels from the process that reads to one that tokenises, so it
 archives and text in them is left to whoever tokenises it.  A new shape of input is one more subclass of Chunk.
 """
 
+import functools
 import io
 import json
 import tarfile
@@ -60,6 +61,10 @@ class JsonLines(Chunk):
             yield f"{self.source}:{number}", _attempt(lambda line=line: checked_text(_line_value(line, text_key), text_key))
 
 
+class Utf8(bytes):
+    """A text as a table holds it, which nobody may have decoded yet."""
+
+
 @dataclass(frozen=True)
 class Rows(Chunk):
     """Texts of rows of a table."""
@@ -71,7 +76,8 @@ class Rows(Chunk):
     def documents(self, text_key: str) -> Iterator[tuple[str, str | BadRecord]]:
         """See Chunk."""
         for number, text in enumerate(self.texts, self.first):
-            yield f"{self.source}:{number}", _attempt(lambda text=text: checked_text(text, text_key))
+            decode = _decoded if isinstance(text, Utf8) else functools.partial(checked_text, text_key=text_key)
+            yield f"{self.source}:{number}", _attempt(functools.partial(decode, text))
 
 
 @dataclass(frozen=True)

@@ -221,12 +221,8 @@ class IndexedDataset:
     @functools.cached_property
     def index_fingerprint(self) -> str:
         """SHA-256 of blocks spread over .idx, its header among them: with size and time of change enough to know it again."""
-        digest, last = hashlib.sha256(), max(0, len(self._index) - _PRINT_BYTES)
-        with open(idx_path(self.prefix), "rb") as handle:  # of a mapping, each block would bring two megabytes into memory
-            for block in range(_PRINT_BLOCKS):
-                handle.seek(last * block // (_PRINT_BLOCKS - 1))
-                digest.update(handle.read(_PRINT_BYTES))
-        return digest.hexdigest()
+        # read from the file: of a mapping, each block would bring two megabytes into memory
+        return blocks_digest(idx_path(self.prefix), _PRINT_BLOCKS, _PRINT_BYTES)
 
 
 def _map(path: Path) -> tuple[np.ndarray, mmap_module.mmap]:
@@ -482,9 +478,24 @@ def can_resume(prefix: str | os.PathLike, dtype: np.dtype, documents: int, token
     return all(size == 0 or (path.is_file() and path.stat().st_size >= size) for path, size in sizes.items())
 
 
-def is_prepared(prefix: str | os.PathLike) -> bool:
-    """Whether both files of a pair are there, under their final names or ready to be given them."""
-    return all(path.exists() or _sibling(path, ".tmp").exists() for path in (bin_path(prefix), idx_path(prefix)))
+def prepared_files(prefix: str | os.PathLike) -> dict[str, str]:
+    """Size and a digest of blocks of each file of a pair that is ready to be published, by its final name, which it may have already."""
+    found = {}
+    for path in (bin_path(prefix), idx_path(prefix)):
+        temporary = _sibling(path, ".tmp")
+        place = temporary if temporary.exists() else path
+        found[path.name] = f"{place.stat().st_size} {blocks_digest(place)}" if place.exists() else "gone"
+    return found
+
+
+def blocks_digest(path: Path, blocks: int = 64, block_bytes: int = 1 << 16) -> str:
+    """SHA-256 of blocks of a file at equal distances, its first and last bytes among them."""
+    digest, last = hashlib.sha256(), max(0, path.stat().st_size - block_bytes)
+    with open(path, "rb") as handle:
+        for start in sorted({last * block // (blocks - 1) for block in range(blocks)}):
+            handle.seek(start)
+            digest.update(handle.read(block_bytes))
+    return digest.hexdigest()
 
 
 def remove_unfinished(prefix: str | os.PathLike) -> None:

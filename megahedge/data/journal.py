@@ -27,7 +27,7 @@ class Journal:
             return None
         try:
             content = read_json(self.path)
-            before, state = content["task"], content["state"]
+            before, state = dict(content["task"]), dict(content["state"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(
                 f"{self.path}, which tells of unfinished work, cannot be read ({error}); begin anew with --overwrite"

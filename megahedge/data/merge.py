@@ -63,6 +63,9 @@ def merge_datasets(config: MergeConfig) -> None:
 
 
 def _merge(config: MergeConfig) -> None:
+    for prefix in config.input:
+        if not any(idx_path(f"{prefix}{split}").exists() for split in ("", *(f"_{split}" for split in SPLITS))):
+            raise InputError(f"--input={prefix}: there is no dataset, neither {idx_path(prefix)} nor {idx_path(f'{prefix}_train')} exists")
     metas = [load_meta(prefix) if meta_path(prefix) == _own_meta(prefix) else None for prefix in config.input]
     if None in metas and any(metas):
         bare = config.input[metas.index(None)]
@@ -117,6 +120,9 @@ def _check_tokens(config: MergeConfig, parts: list[list[IndexedDataset]]) -> Non
 
 def _merged_meta(prefixes: tuple[str, ...], metas: list[DatasetMeta], parts: list[list[IndexedDataset]]) -> DatasetMeta:
     first = metas[0]
+    for prefix, meta in zip(prefixes, metas, strict=True):
+        if set(meta.splits) != set(SPLITS):
+            raise InputError(f"{meta_path(prefix)} tells of {sorted(meta.splits)} and not of {sorted(SPLITS)}; preprocess the data again")
     for prefix, meta in zip(prefixes, metas, strict=True):
         for name in _MUST_AGREE:
             if meta.options.get(name) != first.options.get(name):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megahedge.data.indexed_dataset import IndexedDataset, bin_path, idx_path, publish_pair, remove_unfinished
+from megahedge.data.indexed_dataset import IndexedDataset, bin_path, blocks_digest, idx_path, publish_pair, remove_unfinished
 from megahedge.utils.errors import InputError
 from megahedge.utils.files import disk_errors_explained, file_lock, read_json, sha256_file, write_json
 from megahedge.utils.logging import get_logger
@@ -22,7 +22,6 @@ FORMAT_VERSION = 2
 SPLITS = ("train", "val")
 SENTENCEPIECE = "sentencepiece:"
 """Before the digest of a SentencePiece model."""
-_NUM_BLOCKS, _BLOCK_BYTES = 64, 1 << 16
 _SAMPLED_BLOCKS, _SAMPLED_TOKENS = 64, 1 << 14
 _LOOKED_AT, _MIN_ROWS = 1 << 20, 16
 # cases in which tokenizers with equal vocabularies differ: merges, white space, case, digits, accents, scripts, specials
@@ -199,9 +198,39 @@ def load_meta(prefix: str | os.PathLike) -> DatasetMeta | None:
         if values["format_version"] > FORMAT_VERSION:
             raise InputError(f"{path} has format version {values['format_version']}; this version reads up to {FORMAT_VERSION}")
         splits = {name: SplitMeta(**counts) for name, counts in values["splits"].items()}
-        return DatasetMeta(**(values | {"splits": splits}))
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        meta = DatasetMeta(**(values | {"splits": splits}))
+        _check_kinds(meta)
+        return meta
+    except InputError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise InputError(f"{path} is damaged ({type(error).__name__}: {error}); preprocess the data again") from None
+
+
+_KINDS = {
+    "tokenizer_digest": str,
+    "tokenizer_name": str,
+    "vocab_size": int,
+    "eod_id": int,
+    "skipped": dict,
+    "source": list,
+    "options": dict,
+}
+
+
+def _check_kinds(meta: DatasetMeta) -> None:
+    """Raise TypeError for a value of a kind that no writer of ours has put there."""
+    for name, kind in _KINDS.items():
+        if not isinstance(getattr(meta, name), kind):
+            raise TypeError(f"{name} is {getattr(meta, name)!r}")
+    for split, counts in meta.splits.items():
+        for name in COUNTS:
+            if type(value := getattr(counts, name)) is not int and not (name == "eod_tokens" and value is None):
+                raise TypeError(f"{name} of {split} is {value!r}")
+        if not isinstance(counts.tokens_per_document, dict):
+            raise TypeError(f"tokens_per_document of {split} is {counts.tokens_per_document!r}")
+    if not all(type(count) is int for count in meta.skipped.values()):
+        raise TypeError(f"skipped is {meta.skipped!r}")
 
 
 def find_split(data_path: str | os.PathLike, split: str, *, allow_bare: bool = True) -> str:
@@ -293,16 +322,5 @@ def dataset_digest(prefix: str | os.PathLike, *, mmap: bool = True) -> dict:
         "bin_bytes": bin_path(prefix).stat().st_size,
         "idx_bytes": idx_path(prefix).stat().st_size,
         "idx_sha256": sha256_file(idx_path(prefix)),
-        "bin_blocks_sha256": _blocks_digest(bin_path(prefix)),
+        "bin_blocks_sha256": blocks_digest(bin_path(prefix)),
     }
-
-
-def _blocks_digest(path: Path) -> str:
-    """SHA-256 of _NUM_BLOCKS blocks at equal distances, the first and last bytes among them."""
-    digest = hashlib.sha256()
-    last_start = max(0, path.stat().st_size - _BLOCK_BYTES)
-    with open(path, "rb") as handle:
-        for start in sorted({last_start * block // (_NUM_BLOCKS - 1) for block in range(_NUM_BLOCKS)}):
-            handle.seek(start)
-            digest.update(handle.read(_BLOCK_BYTES))
-    return digest.hexdigest()

@@ -23,7 +23,7 @@ from megahedge.data.indexed_dataset import (
     bin_path,
     can_resume,
     idx_path,
-    is_prepared,
+    prepared_files,
     remove_unfinished,
     token_dtype,
     written_sizes,
@@ -134,6 +134,9 @@ def preprocess(config: PreprocessConfig) -> DatasetMeta:
 
 
 def _check_places(config: PreprocessConfig, *, overwrite: bool) -> None:
+    bare = idx_path(config.output_prefix)
+    if bare.exists():
+        raise InputError(f"--output_prefix={config.output_prefix}: {bare} is there, a pair that meta.json would vouch for; choose another")
     paths = [path(prefix) for prefix in config.prefixes.values() for path in (bin_path, idx_path)] + [meta_path(config.output_prefix)]
     check_output("output_prefix", config.output_prefix, *paths, overwrite=overwrite)
 
@@ -206,8 +209,12 @@ class _Job:
             writer.prepare()
             writer.commit()
         meta = self._meta(totals)
-        self._journal.save({"totals": asdict(totals), "meta": asdict(meta)})
+        self._journal.save({"totals": asdict(totals), "meta": asdict(meta), "files": self._prepared()})
         return meta
+
+    def _prepared(self) -> dict[str, str]:
+        """What tells the files that are ready to be published from others of their names."""
+        return {name: digest for prefix in self._config.prefixes.values() for name, digest in prepared_files(prefix).items()}
 
     def _task(self) -> dict:
         """What decides the result, by the names that a user knows; of the inputs what can be known without reading them."""
@@ -238,10 +245,15 @@ class _Job:
     def _is_there(self, state: dict) -> bool:
         """Whether the files of an unfinished run still hold what it had written."""
         prefixes = self._config.prefixes
-        if state["meta"] is not None:
-            return all(map(is_prepared, prefixes.values()))
-        totals = _Totals(**state["totals"])
-        return all(can_resume(prefix, self._settings.dtype, *totals.written(split)) for split, prefix in prefixes.items())
+        try:
+            if state["meta"] is not None:
+                return state["files"] == self._prepared()
+            totals = _Totals(**state["totals"])
+            assert 0 <= totals.source <= len(self._sources) and totals.chunks >= 0
+            sizes = [totals.written(split) for split in prefixes]
+        except (AssertionError, AttributeError, KeyError, TypeError) as error:
+            raise InputError(f"{self._journal.path} is damaged ({type(error).__name__}); begin anew with --overwrite") from None
+        return all(can_resume(prefix, self._settings.dtype, *size) for prefix, size in zip(prefixes.values(), sizes, strict=True))
 
     def _without_bad_lines(self) -> dict | None:
         """Where a start with --on_bad_line error has got to: it has met none so far, so that skipping goes on from there."""
@@ -275,7 +287,10 @@ class _Job:
         reading = Reading(self._config.text_key, self._config.document_separator)
         for number, source in enumerate(self._sources[first_source:], first_source):
             with contextlib.closing(source.chunks(reading)) as chunks:
-                yield from itertools.islice(chunks, skip if number == first_source else 0, None)
+                again = skip if number == first_source else 0
+                if sum(1 for _ in itertools.islice(chunks, again)) < again:
+                    raise InputError(f"{source.name} is shorter than what was read of it before; begin anew with --overwrite")
+                yield from chunks
 
     def _meta(self, totals: "_Totals") -> DatasetMeta:
         splits = {}
@@ -350,7 +365,7 @@ class _Totals:
         if self.words[-1:] == [source.given]:
             before = self.inputs[-1]
             digests = " ".join(str(part.get("sha256", part.get("fingerprint"))) for part in (before, record))
-            chained = hashlib.sha256(f"{digests} {record['name']}".encode()).hexdigest()
+            chained = hashlib.sha256(os.fsencode(f"{digests} {record['name']}")).hexdigest()
             files, size = before.get("files", 1) + 1, before.get("bytes", 0) + record.get("bytes", 0)
             self.inputs[-1] = {"name": Path(source.given.split("=", 1)[1]).name, "files": files, "bytes": size, "sha256": chained}
         else:

@@ -25,6 +25,7 @@ from megahedge.data.documents import (
     Members,
     PlainTexts,
     Rows,
+    Utf8,
     archive_members,
     is_archive,
     nested,
@@ -88,6 +89,13 @@ class FileSource(Source):
         """Name, size and time of change."""
         return [self.name, self.size, self._changed]
 
+    def _check_unchanged(self) -> None:
+        """Raise InputError where the file is not the one that it was at the start."""
+        with self._reading():
+            status = os.stat(self.name)
+        if (status.st_size, status.st_mtime_ns) != (self.size, self._changed):
+            raise InputError(f"{self.name} has changed while it was read; begin anew with --overwrite once it is complete")
+
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
         """What goes wrong within is a fault of this file."""
@@ -108,6 +116,7 @@ class StreamFile(FileSource):
             raw = _HashingReader(handle)
             yield from self._cut(open_decompressed(self.name, raw), raw, reading)
             self._record |= {"bytes": self.size, "sha256": raw.hexdigest()}
+        self._check_unchanged()
 
     def _cut(self, stream: io.BufferedReader, raw: "_HashingReader", reading: Reading) -> Iterator[Chunk]:
         raise NotImplementedError
@@ -155,6 +164,7 @@ class ArchiveFile(StreamFile):
             content = Path(self.name).read_bytes()
             yield Members(self.name, len(content), len(content), [("", content)])
             self._record |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        self._check_unchanged()
 
     def _members(self, stream, raw):
         for _, group in _grouped(archive_members(stream), lambda member: len(member[1])):
@@ -176,7 +186,7 @@ class ParquetFile(FileSource):
                 _check_column(self.name, table.schema_arrow, reading.text_key)
                 num_rows = max(1, table.metadata.num_rows)
                 batches = table.iter_batches(batch_size=256, columns=[reading.text_key])
-                texts = (text for batch in batches for text in _column(batch, reading.text_key).to_pylist())
+                texts = (text for batch in batches for text in _values(_column(batch, reading.text_key)))
                 yield from _rows(self, texts, num_rows)
         except (pyarrow.ArrowInvalid, OSError) as error:
             raise InputError(f"{self.name} cannot be read as parquet: {' '.join(str(error).split())}") from None
@@ -211,7 +221,7 @@ class DatasetFolder(Source):
         _check_column(self.name, dataset.features.arrow_schema, reading.text_key)
         self._record |= {"rows": len(dataset), "fingerprint": dataset._fingerprint}
         columns = dataset.select_columns([_top_column(dataset.column_names, reading.text_key)]).with_format("arrow")
-        texts = (text for table in columns.iter(256) for text in _column(table, reading.text_key).to_pylist())
+        texts = (text for table in columns.iter(256) for text in _values(_column(table, reading.text_key)))
         yield from _rows(self, texts, max(1, len(dataset)))
 
 
@@ -287,7 +297,7 @@ def find_sources(inputs: Sequence[str], option: str = "input") -> list[Source]:
     sources = {}
     for name in inputs:
         for source in _expand(name, f"--{option}={name}"):
-            sources.setdefault(source.name, source)
+            sources.setdefault(os.path.realpath(source.name) if isinstance(source, FileSource) else source.name, source)
     if not sources:
         raise InputError(f"--{option} is empty; name at least one file, folder or dataset")
     return list(sources.values())
@@ -312,7 +322,10 @@ def _expand(name: str, given: str) -> list[Source]:
 
 
 def _files_within(folder: Path, given: str) -> list[Path]:
-    files = sorted(file for file in folder.rglob("*") if _kind(file) and file.is_file() and not _is_hidden(file.relative_to(folder)))
+    files = sorted(file for file in _walk(folder) if _kind(file) and not _is_hidden(file.relative_to(folder)))
+    for file in files:
+        if not file.is_file():
+            raise InputError(f"{given}: {file} leads nowhere; remove it, or put back what it names")
     if not files:
         raise InputError(f"{given} holds no file that can be read and is no saved `datasets` folder; files are {_FILES}")
     kinds = {_kind(file): file.name for file in files}
@@ -321,6 +334,18 @@ def _files_within(folder: Path, given: str) -> list[Path]:
             f"{given} holds files of several kinds, {' and '.join(kinds.values())} among them; give a glob, such as {folder}/*.jsonl"
         )
     return files
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Files below a folder, those that links lead to included, each linked folder once."""
+    seen = set()
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(parent)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        yield from (Path(parent) / name for name in names)
 
 
 def _is_hidden(path: Path) -> bool:
@@ -401,6 +426,8 @@ def _line_blocks(stream: io.BufferedReader) -> Iterator[bytes]:
 def _separated(stream: io.BufferedReader, separator: bytes) -> Iterator[bytes]:
     """The texts between lines that hold `separator` alone; without the line break before it."""
     lines = []
+    if stream.peek(len(BYTE_ORDER_MARK)).startswith(BYTE_ORDER_MARK):
+        stream.read(len(BYTE_ORDER_MARK))
     for line in stream:
         if line.rstrip(b"\r\n") == separator:
             yield _without_last_break(b"".join(lines))
@@ -438,11 +465,13 @@ def _rows(source: Source, texts: Iterable, num_rows: int | None = None) -> Itera
 
 
 def _text_bytes(text) -> int:
-    return len(text) if isinstance(text, str) else 0
+    return len(text) if isinstance(text, (str, Utf8)) else 0
 
 
 def _check_column(name: str, schema, text_key: str) -> None:
     """Raise InputError unless an Arrow schema has the column, or a field of that path in a struct."""
+    if list(schema.names).count(text_key) > 1:
+        raise InputError(f"{name} has several columns {text_key!r}; --text_key must name one")
     fields = list(schema)
     for part in [text_key] if text_key in schema.names else text_key.split("."):
         found = next((field for field in fields if field.name == part), None)
@@ -453,6 +482,18 @@ def _check_column(name: str, schema, text_key: str) -> None:
 
 def _top_column(names: Sequence[str], text_key: str) -> str:
     return text_key if text_key in names else text_key.split(".")[0]
+
+
+def _values(column) -> list:
+    """The texts of an Arrow column as their bytes, which may not be UTF-8; what is no text as it is."""
+    import pyarrow
+
+    if pyarrow.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
+        column = column.cast(pyarrow.large_binary())
+        return [None if value is None else Utf8(value) for value in column.to_pylist()]
+    return column.to_pylist()
 
 
 def _column(batch, text_key: str):

@@ -197,6 +197,7 @@ def run_stage(stage_type: type[Stage], plan: Plan) -> tuple[Stage, TrainingEngin
         with torch.device("meta"):
             stage = stage_type(plan.model, TensorParallel(None, 0, options.tp_size), options)
         print_header(stage.name, plan, stage)
+        _check_foreign_ids(plan)
         return None
     check_device()
     topology = init_distributed(options.tp_size)

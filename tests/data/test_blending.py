@@ -69,7 +69,22 @@ def test_data_path_forms(data_path, expected):
     assert parse_data_path(data_path) == expected
 
 
-@pytest.mark.parametrize("data_path", ["", [], ["a", "b"], "0.7 a 0.3", ["a", "0.7"], "1 a 1 a", "0 a 1 b", "-1 a 1 b", "nan a 1 b"])
+@pytest.mark.parametrize(
+    "data_path",
+    [
+        "",
+        [],
+        ["a", "b"],
+        "0.7 a 0.3",
+        ["a", "0.7"],
+        "1 a 1 a",
+        "0 a 1 b",
+        "-1 a 1 b",
+        "nan a 1 b",
+        "1e999999999 a 1 b",
+        "1e-999999999 a 1 b",
+    ],
+)
 def test_bad_data_path_is_refused(data_path):
     with pytest.raises(InputError, match=r"^--data_path"):
         parse_data_path(data_path)

@@ -1,5 +1,6 @@
 """Preprocessing that is ended at any moment: the same command goes on and writes what an unbroken run would have written."""
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -9,12 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
-from data_helpers import write_jsonl
+from data_helpers import write_jsonl, write_pair
 from test_preprocess import TEXTS, final_files, tokenizer_dir  # noqa: F401 (a fixture)
 
 from megahedge.data import preprocess as module
 from megahedge.data import sources
 from megahedge.data.preprocess import PreprocessConfig, preprocess
+from megahedge.data.sources import iterate_texts
 from megahedge.utils.errors import InputError
 
 TEACHER = Path(__file__).resolve().parents[2] / "scripts" / "quickstart" / "teacher"
@@ -215,6 +217,57 @@ def test_a_finished_pair_that_is_gone_before_it_is_published_is_missed(job, tmp_
     assert contents(tmp_path, "out") == contents(tmp_path, "whole")
 
 
+@pytest.mark.parametrize("damage", ["cut", "changed", "gone", "old"])
+def test_what_is_published_is_what_was_made(job, tmp_path, monkeypatch, damage):
+    """Between the last write and the renames something else gets at the files, an older dataset standing there."""
+    job(seed=99)
+    with monkeypatch.context() as context:
+        context.setattr(module, "publish_dataset", BrokenPublishing(0))
+        with pytest.raises(Killed):
+            job(overwrite=True)
+    path = tmp_path / ".out_train.bin.tmp"
+    content = bytearray(path.read_bytes())
+    if damage == "cut":
+        path.write_bytes(content[:-2])
+    elif damage == "changed":
+        content[100] ^= 1
+        path.write_bytes(content)
+    elif damage == "gone":
+        path.unlink()
+    else:
+        for left in tmp_path.glob(".out*.tmp"):
+            left.unlink()
+    with pytest.raises(InputError, match="are gone; begin anew with --overwrite"):
+        job()
+    job(overwrite=True)
+    job("whole")
+    assert contents(tmp_path, "out") == contents(tmp_path, "whole")
+
+
+@pytest.mark.parametrize("state", [{}, {"meta": None, "totals": 3}, {"meta": None, "totals": {"chunks": -1}}, {"meta": {}, "totals": {}}])
+def test_a_journal_without_sense_is_named(job, unfinished, tmp_path, state):
+    path = tmp_path / ".out.unfinished.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"state": state}))
+    with pytest.raises(InputError, match=r"unfinished\.json is damaged \(\w+\); begin anew with --overwrite"):
+        job()
+    job(overwrite=True)
+
+
+def test_an_input_that_has_become_shorter_unnoticed_is_refused(job, unfinished, tmp_path):
+    path = tmp_path / ".out.unfinished.json"
+    content = json.loads(path.read_text())
+    content["state"]["totals"]["chunks"] = 1000
+    path.write_text(json.dumps(content))
+    with pytest.raises(InputError, match="is shorter than what was read of it before; begin anew with --overwrite"):
+        job()
+
+
+def test_a_bare_pair_is_not_vouched_for(job, tmp_path):
+    write_pair(tmp_path / "out", [[1, 2, 3]])
+    with pytest.raises(InputError, match=r"out\.idx is there, a pair that meta\.json would vouch for; choose another"):
+        job(overwrite=True)
+
+
 def test_unfinished_work_is_nothing_to_train_on(unfinished, tmp_path):
     assert not [name for name in final_files(tmp_path) if not name.startswith(".")]
 
@@ -227,10 +280,13 @@ def _preprocess_slowly(config):
 @pytest.mark.slow
 def test_kill_9_at_random_moments(test_data, tmp_path):
     """Real processes, two workers, real text; each of twenty is killed once and its command given again."""
+    for name in ("permissive", "openwebtext-1000"):
+        texts = iterate_texts([str(test_data / "text" / f"{name}.jsonl.gz")])
+        write_jsonl(tmp_path / f"{name}.jsonl", itertools.islice(texts, 250))
     config = PreprocessConfig(
         output_prefix=str(tmp_path / "whole"),
         tokenizer=str(TEACHER),
-        input=(str(test_data / "text" / "permissive.jsonl.gz"), str(test_data / "text" / "openwebtext-1000.jsonl.gz")),
+        input=tuple(str(tmp_path / f"{name}.jsonl") for name in ("permissive", "openwebtext-1000")),
         val_fraction=0.05,
         workers=2,
     )

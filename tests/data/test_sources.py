@@ -75,6 +75,21 @@ def test_compressed_lines(tmp_path, chunk_bytes, suffix):
             assert read(path) == TEXTS
 
 
+@pytest.mark.parametrize("suffix", [".xz", ".bz2"])
+def test_what_follows_a_stream_is_read_or_missed(tmp_path, suffix):
+    """Zeros between streams are padding; anything else that is no stream is damage, and not the end."""
+    pack, half = COMPRESS[suffix], len(lines(TEXTS[:20]))
+    first, second = pack(lines(TEXTS)[:half]), pack(lines(TEXTS)[half:])
+    path = tmp_path / f"a.jsonl{suffix}"
+    for content in (first + b"\0" * 4 + second, first + second + b"\0" * 8, first + b"\0" * (1 << 21) + second):
+        path.write_bytes(content)
+        assert read(path) == TEXTS
+    for content in (first + b"rest", first + bytes([second[0] ^ 1]) + second[1:], first + second[:-3]):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match="is damaged or cut off"):
+            read(path)
+
+
 @compressed
 @pytest.mark.parametrize("damage", ["cut", "flipped", "plain"])
 def test_damaged_compression_is_named(tmp_path, suffix, damage):
@@ -108,6 +123,10 @@ def test_plain_text_with_a_line_between_documents(tmp_path, monkeypatch, newline
     (source,) = sources.find_sources([str(tmp_path / "a.txt")])
     chunks = list(source.chunks(sources.Reading(document_separator=SEPARATOR)))
     assert len(chunks) > 5
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbf" + f"{SEPARATOR}{newline}one".encode())  # a mark is no part of the first line
+    (marked,) = sources.find_sources([str(tmp_path / "b.txt")])
+    pieces = [text for chunk in marked.chunks(sources.Reading(document_separator=SEPARATOR)) for _, text in chunk.documents("text")]
+    assert [text for text in pieces if isinstance(text, str)] == ["one"]
     found = [document for chunk in chunks for document in chunk.documents("text")]
     assert [text for _, text in found] == texts
     assert found[7][0] == f"{tmp_path / 'a.txt'}, document 8"
@@ -229,6 +248,49 @@ def test_parquet(tmp_path, chunk_bytes):
     (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
     with pytest.raises(InputError, match=r"b\.parquet cannot be read as parquet: "):
         read(tmp_path / "b.parquet")
+
+
+def test_texts_of_tables_that_are_no_utf8(tmp_path):
+    from pyarrow import parquet
+
+    broken = pyarrow.array([b"good", b"\xff\xfe", None], pyarrow.binary()).view(pyarrow.utf8())
+    parquet.write_table(pyarrow.table({"text": broken}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"a\.parquet:2: invalid UTF-8 at byte 1"):
+        read(tmp_path / "a.parquet")
+    table = pyarrow.Table.from_arrays([pyarrow.array(["x"]), pyarrow.array(["y"])], names=["text", "text"])
+    parquet.write_table(table, tmp_path / "b.parquet")
+    with pytest.raises(InputError, match=r"b\.parquet has several columns 'text'"):
+        read(tmp_path / "b.parquet")
+
+
+def test_a_file_counts_once_by_whatever_name(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    (tmp_path / "link.jsonl").symlink_to(path)
+    assert read(path, tmp_path / "link.jsonl", f"{tmp_path}/./a.jsonl") == TEXTS
+
+
+def test_links_in_folders_are_followed_and_lead_somewhere(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    write_jsonl(tmp_path / "elsewhere" / "b.jsonl", TEXTS[:3])
+    (tmp_path / "folder" / "more").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "folder" / "again").symlink_to(tmp_path / "folder")
+    assert read(tmp_path / "folder") == TEXTS[:3]
+    (tmp_path / "folder" / "broken.jsonl").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(InputError, match=r"broken\.jsonl leads nowhere"):
+        read(tmp_path / "folder")
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "_CHUNK_BYTES", 64)
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    (source,) = sources.find_sources([str(path)])
+    chunks = source.chunks(sources.Reading())
+    next(chunks)
+    with open(path, "ab") as handle:
+        handle.write(lines(["more"]))
+    with pytest.raises(InputError, match=r"a\.jsonl has changed while it was read"):
+        list(chunks)
 
 
 def test_saved_dataset_with_nested_columns(tmp_path):
