@@ -155,6 +155,7 @@ def encode_in_order(chunks: Iterable[Chunk], settings: EncoderSettings, workers:
         encoder = Encoder(settings)
         yield from ((chunk, encoder.encode(chunk)) for chunk in chunks)
         return
+    others = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")
     executor = concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (settings,))
     in_flight, last = collections.deque(), "the input"
@@ -167,6 +168,9 @@ def encode_in_order(chunks: Iterable[Chunk], settings: EncoderSettings, workers:
         while in_flight:
             yield _take(in_flight)
     except BrokenProcessPool:
+        # the pool ends those that it knows of; one that it was about to start would keep it, and this process, from ending
+        for process in set(multiprocessing.active_children()) - others:
+            process.kill()
         reading = in_flight[0][0].source if in_flight else last
         raise RunError(f"a worker process died on {reading}: killed, or out of memory (then use fewer --workers)") from None
     finally:

@@ -137,7 +137,7 @@ def test_a_folder_that_is_removed_during_the_run_is_made_again(options, tmp_path
     command.release()
     status, stderr = command.finish()
     assert status == 0, stderr
-    assert "was removed while the run writes there: its record is written again" in stderr
+    assert "was removed while the run writes there: it is written again" in stderr
     _finish(options(), tmp_path)  # understands what it finds, and has nothing left to do
     assert differing(checkpoint_at(tmp_path / "run", STEPS), checkpoint_at(made("zero1"), STEPS)) == []
     assert measured(tmp_path / "run") == measured(made("zero1"))[-len(measured(tmp_path / "run")) :]
