@@ -314,4 +314,4 @@ def test_kill_9_at_random_moments(test_data, tmp_path):
         assert contents(tmp_path, f"out{number}") == contents(tmp_path, "whole")
         for path in tmp_path.glob(f"*out{number}*"):
             path.unlink()
-    assert resumed >= NUM_KILLS // 4  # else the kills did not fall into the work
+    assert resumed  # else no kill fell into the work; how many do depends on the machine
