@@ -10,6 +10,7 @@ import hashlib
 import io
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,8 @@ class FileSource(Source):
         super().__init__(name, given)
         with self._reading():
             status = os.stat(name)
+        if not stat.S_ISREG(status.st_mode):
+            raise InputError(f"{name} is no ordinary file, which could be read again after an interruption; write it to one")
         self.size = status.st_size
         self._changed = status.st_mtime_ns
 
@@ -191,6 +194,7 @@ class ParquetFile(FileSource):
         except (pyarrow.ArrowInvalid, OSError) as error:
             raise InputError(f"{self.name} cannot be read as parquet: {' '.join(str(error).split())}") from None
         self._record |= {"bytes": self.size, "sha256": digest}
+        self._check_unchanged()
 
 
 class DatasetFolder(Source):

@@ -131,7 +131,7 @@ def _read_ours(prefix: str, seq_len: int, places: list[int]) -> Callable[[], Non
 
 
 def _read_theirs(prefix: str, seq_len: int, places: list[int], cache: str) -> Callable[[], None]:
-    dataset = _gpt_dataset(prefix, seq_len, None, cache)
+    dataset = gpt_dataset(prefix, seq_len, None, cache)
 
     def read() -> None:
         for place in places:
@@ -140,7 +140,7 @@ def _read_theirs(prefix: str, seq_len: int, places: list[int], cache: str) -> Ca
     return read
 
 
-def _gpt_dataset(prefix: str, seq_len: int, num_samples: int | None, cache: str):
+def gpt_dataset(prefix: str, seq_len: int, num_samples: int | None, cache: str | None):
     """megatron-core's dataset of all documents of a pair."""
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.indexed_dataset import IndexedDataset as Theirs
@@ -210,7 +210,7 @@ def _build_ours(prefix: str, seq_len: int, num_samples: int, cache: str) -> None
 
 
 def _build_theirs(prefix: str, seq_len: int, num_samples: int, cache: str) -> None:
-    _gpt_dataset(prefix, seq_len, num_samples, cache)
+    gpt_dataset(prefix, seq_len, num_samples, cache)
 
 
 def _import_ours() -> None:

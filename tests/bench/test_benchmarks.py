@@ -4,14 +4,16 @@ import sys
 
 import pytest
 
-from tests.bench import bench_decode, bench_scan, bench_step
+from tests.bench import bench_data, bench_decode, bench_scan, bench_step
 
 SMALL = ["--hidden_size=16", "--num_layers=1", "--num_heads=2", "--vocab_size=64", "--rounds=1"]
 SCAN = ["--batch=1", "--num_heads=1", "--head_dim=8", "--seq_lens=70", "--rounds=1"]
+DATA = ["--parts", "samples", "index", "--rounds=1", "--samples=20", "--documents=1000"]
 DECODE = [*SMALL, "--prefills=70", "--contexts=70", "--new_tokens=2"]
 CASES = [
     (bench_scan, SCAN, ["softmax attention", *bench_scan.STRUCTURES]),
     (bench_step, [*SMALL, "--seq_len=70"], [*bench_step.BASELINES, *bench_step.STUDENTS]),
+    (bench_data, DATA, ["20 random samples", "order of 1.1 epochs of 1000 documents", "megahedge"]),
     (bench_decode, DECODE, ["prompt, teacher", "decoding, head", "decoding, channel"]),
 ]
 

@@ -1,7 +1,5 @@
 """Our files in megatron-core's hands: the documents that its GPTDataset serves are those that we wrote."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from data_helpers import numbered_documents, random_lengths, write_pair
@@ -10,39 +8,19 @@ SEQ_LEN = 16
 
 
 @pytest.fixture(scope="module")
-def megatron():
-    """Its modules; importing them takes some seconds."""
+def served():
+    """A function that opens all of a pair as megatron-core does; importing it takes some seconds."""
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-    from megatron.core.datasets import gpt_dataset, indexed_dataset, utils
+    from tests.bench.bench_data import gpt_dataset
 
-    return SimpleNamespace(gpt=gpt_dataset, indexed=indexed_dataset, utils=utils)
-
-
-def gpt_dataset(megatron, prefix, num_samples=None):
-    """Its dataset of all sequences of a pair."""
-    tokenizer = SimpleNamespace(eod=0, pad=-1, vocab_size=1 << 17, unique_identifiers={"class": "none"})
-    config = megatron.gpt.GPTDatasetConfig(
-        random_seed=7,
-        sequence_length=SEQ_LEN,
-        blend=None,
-        split="1,0,0",
-        path_to_cache=None,
-        tokenizer=tokenizer,
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-    )
-    low = megatron.indexed.IndexedDataset(str(prefix))
-    indices = np.arange(len(low), dtype=np.int32)
-    return megatron.gpt.GPTDataset(low, str(prefix), indices, num_samples, megatron.utils.Split.train, config)
+    return lambda prefix: gpt_dataset(str(prefix), SEQ_LEN, None, None)
 
 
-def test_gpt_dataset_serves_the_documents_that_we_wrote(tmp_path, megatron):
+def test_gpt_dataset_serves_the_documents_that_we_wrote(tmp_path, served):
     lengths = random_lengths(60, 1, 50, seed=4)
     documents = numbered_documents(lengths)
     write_pair(tmp_path / "x", documents, np.int32)
-    theirs = gpt_dataset(megatron, tmp_path / "x")
+    theirs = served(tmp_path / "x")
     # undo its shuffling of samples, so that they follow one another
     order = np.argsort(theirs.shuffle_index)
     samples = [theirs[int(place)] for place in order]
@@ -52,12 +30,12 @@ def test_gpt_dataset_serves_the_documents_that_we_wrote(tmp_path, megatron):
     assert np.array_equal(stream, expected[: len(stream)])
 
 
-def test_samples_are_the_same_where_the_order_of_documents_is(tmp_path, megatron):
+def test_samples_are_the_same_where_the_order_of_documents_is(tmp_path, served):
     """Both cut the stream of documents into samples that share one token with the next."""
     from megahedge.data.sample_index import SampleIndex
 
     write_pair(tmp_path / "x", numbered_documents(random_lengths(40, 1, 50, seed=5)), np.int32)
-    theirs = gpt_dataset(megatron, tmp_path / "x")
+    theirs = served(tmp_path / "x")
     from megahedge.data.indexed_dataset import IndexedDataset
 
     ours = SampleIndex(IndexedDataset(tmp_path / "x"), SEQ_LEN, seed=1)

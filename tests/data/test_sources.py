@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import lzma
+import os
 import tarfile
 
 import pytest
@@ -279,6 +280,23 @@ def test_links_in_folders_are_followed_and_lead_somewhere(tmp_path):
     (tmp_path / "folder" / "broken.jsonl").symlink_to(tmp_path / "nowhere")
     with pytest.raises(InputError, match=r"broken\.jsonl leads nowhere"):
         read(tmp_path / "folder")
+
+
+def test_a_pipe_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(InputError, match=r"a\.jsonl is no ordinary file"):
+        read(tmp_path / "a.jsonl")
+
+
+def test_a_table_that_changes_while_it_is_read_is_refused(tmp_path):
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": TEXTS}), path)
+    (source,) = sources.find_sources([str(path)])
+    os.utime(path, (1, 1))
+    with pytest.raises(InputError, match=r"a\.parquet has changed while it was read"):
+        list(source.chunks(sources.Reading()))
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
