@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from megahedge.data.sources import iterate_texts
+from megahedge.data.find_sources import iterate_texts
 from megahedge.utils.cli import Count, parse_options, run_main
 from megahedge.utils.errors import InputError
 from megahedge.utils.files import atomic_write, check_output, disk_errors_explained

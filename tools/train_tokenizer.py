@@ -9,7 +9,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from megahedge.data.sources import iterate_texts
+from megahedge.data.find_sources import iterate_texts
 from megahedge.utils.cli import parse_options, run_main
 from megahedge.utils.errors import InputError
 from megahedge.utils.files import atomic_write, check_output, disk_errors_explained, write_json

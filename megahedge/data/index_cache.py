@@ -12,7 +12,7 @@ import numpy as np
 
 from megahedge.data.indexed_dataset import IndexedDataset, bin_path, idx_path
 from megahedge.utils.errors import InputError, RunError
-from megahedge.utils.files import atomic_write, file_lock
+from megahedge.utils.files import atomic_write, file_lock, remove_temporary_files
 from megahedge.utils.logging import get_logger, log_once
 from megahedge.utils.units import format_count
 
@@ -67,6 +67,7 @@ class ArrayCache:
                 if array is None:
                     with _not_of_the_cache():
                         built = build().astype(dtype, copy=False)
+                    remove_temporary_files(self._folder, path.name)
                     with atomic_write(path) as handle:
                         np.save(handle, built)
                     array = self._load(path, length, dtype)

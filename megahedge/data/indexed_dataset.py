@@ -7,36 +7,28 @@ Layout of .idx, little-endian, as megatron-core and GPT-NeoX write it (version 1
     int64 document_offsets[num_documents+1] first sequence of each document, then num_sequences
 """
 
-import contextlib
 import functools
 import hashlib
 import mmap as mmap_module
 import os
 import struct
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
 from megahedge.utils.errors import InputError, RunError
-from megahedge.utils.files import disk_errors_explained, file_lock, fsync_path, sha256_file
+from megahedge.utils.files import sha256_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
-_HEADER = struct.Struct("<9sQBQQ")
+HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
-_CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
-_SIZE = np.dtype("<i4")
-_INDEX_BLOCK = 1 << 20  # index entries worked on at a time, so that nothing needs a second copy of a large index
+CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
+INDEX_BLOCK = 1 << 20  # index entries worked on at a time, so that nothing needs a second copy of a large index
 _PRINT_BLOCKS, _PRINT_BYTES = 64, 1 << 12
 _READ_BYTES = 1 << 30  # of one pread, which the system cuts at 2 GiB
-
-
-def token_dtype(largest_id: int) -> np.dtype:
-    """The smallest Megatron dtype that holds `largest_id`, which must count added tokens: uint16, or int32 above 65535."""
-    return np.dtype(np.uint16 if largest_id <= np.iinfo(np.uint16).max else np.int32)
 
 
 def bin_path(prefix: str | os.PathLike) -> Path:
@@ -77,24 +69,24 @@ class IndexedDataset:
     def _read_index(self) -> None:
         path = idx_path(self.prefix)
         length = path.stat().st_size
-        if length < _HEADER.size:
-            raise InputError(f"{path} is truncated: {length} bytes, its header alone has {_HEADER.size}")
+        if length < HEADER.size:
+            raise InputError(f"{path} is truncated: {length} bytes, its header alone has {HEADER.size}")
         self._index, self._mapping = _map(path) if self._mmap else (np.fromfile(path, np.uint8), None)
-        magic, version, code, num_sequences, num_offsets = _HEADER.unpack(self._index[: _HEADER.size].tobytes())
+        magic, version, code, num_sequences, num_offsets = HEADER.unpack(self._index[: HEADER.size].tobytes())
         if magic != MAGIC:
             raise InputError(f"{path} is not a Megatron index file: it starts with {magic!r}, not {MAGIC!r}")
         if version != VERSION:
             raise InputError(f"{path} has format version {version}; only version {VERSION} is known")
         if code not in _DTYPES:
             raise InputError(f"{path} has dtype code {code}; the known ones are {sorted(_DTYPES)}")
-        expected = _HEADER.size + 12 * num_sequences + 8 * num_offsets
+        expected = HEADER.size + 12 * num_sequences + 8 * num_offsets
         if length != expected:
             kind = "truncated" if length < expected else "too long"
             raise InputError(f"{path} is {kind}: {length} bytes where {num_sequences} sequences and {num_offsets} offsets need {expected}")
         self.dtype = np.dtype(_DTYPES[code]).newbyteorder("<")
-        sizes_end = _HEADER.size + 4 * num_sequences
+        sizes_end = HEADER.size + 4 * num_sequences
         pointers_end = sizes_end + 8 * num_sequences
-        self.sizes = self._index[_HEADER.size : sizes_end].view("<i4")
+        self.sizes = self._index[HEADER.size : sizes_end].view("<i4")
         self.pointers = self._index[sizes_end:pointers_end].view("<i8")
         self.document_offsets = self._index[pointers_end:].view("<i8")
         self.num_tokens = int(self.sizes.sum(dtype=np.int64))
@@ -121,12 +113,12 @@ class IndexedDataset:
     def _offsets_count_up(self) -> bool:
         """Whether every document is one sequence."""
         offsets = self.document_offsets
-        return all(bool(np.all(offsets[first:stop] == np.arange(first, stop))) for first, stop in _blocks(len(offsets)))
+        return all(bool(np.all(offsets[first:stop] == np.arange(first, stop))) for first, stop in index_blocks(len(offsets)))
 
     def _pointers_follow(self) -> bool:
         """Whether every sequence begins where the one before it ends, looked at in blocks: there may be billions."""
         begin = 0
-        for first, stop in _blocks(len(self.sizes)):
+        for first, stop in index_blocks(len(self.sizes)):
             sizes, pointers = self.sizes[first:stop], self.pointers[first:stop]
             ends = begin + np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
             if np.min(sizes) < 0 or pointers[0] != begin or np.any(pointers[1:] != ends[:-1]):
@@ -155,7 +147,7 @@ class IndexedDataset:
 
     def length_blocks(self) -> Iterator[np.ndarray]:
         """Tokens of each document, in blocks."""
-        return (self.document_lengths(first, stop) for first, stop in _blocks(self.num_documents))
+        return (self.document_lengths(first, stop) for first, stop in index_blocks(self.num_documents))
 
     @property
     def num_documents(self) -> int:
@@ -234,7 +226,7 @@ def _map(path: Path) -> tuple[np.ndarray, mmap_module.mmap]:
 
 def _all_blocks(left: np.ndarray, right: np.ndarray, holds) -> bool:
     """Whether `holds` is true of each pair, looked at in blocks."""
-    return all(bool(np.all(holds(left[first:stop], right[first:stop]))) for first, stop in _blocks(len(left)))
+    return all(bool(np.all(holds(left[first:stop], right[first:stop]))) for first, stop in index_blocks(len(left)))
 
 
 class _MappedTokens:
@@ -269,223 +261,9 @@ class _FileTokens:
         return np.frombuffer(blocks[0] if len(blocks) == 1 else b"".join(blocks), self._dtype)
 
 
-class IndexedDatasetWriter:
-    """Write a pair document by document; each document is one sequence.
-
-    Everything goes to `.<name>.tmp`; `finish()` flushes and renames, .idx last, so that under its final names a pair is complete or absent.
-    A context manager: leaving it by an exception removes the temporary files, unless `commit()` has been called.  Memory is the same
-    however much is written.
-    resume_at: (documents, tokens) that an earlier writer had at a `commit()`; goes on from there, without what it wrote afterwards.
-    Raises InputError if another process is writing the same prefix, for a token that `dtype` cannot hold, and where nothing is left of
-    what `resume_at` names; RunError for a full disk.
-    """
-
-    def __init__(self, prefix: str | os.PathLike, dtype: np.dtype | type, *, resume_at: tuple[int, int] | None = None):
-        self.prefix = os.fspath(prefix)
-        self.dtype = np.dtype(dtype)
-        if self.dtype not in _CODES or self.dtype.kind == "f":
-            raise InputError(f"dtype {self.dtype} cannot hold tokens in this format; use uint16 or int32")
-        self.num_documents, self.num_tokens = resume_at or (0, 0)
-        self._pair = PairFiles(prefix, keep=resume_at is not None)
-        self._finished = False
-        self._stack = contextlib.ExitStack()
-        try:
-            self._stack.enter_context(self._pair)
-            self._bin = self._open(self._pair.bin, self.num_tokens * self.dtype.itemsize)
-            self._sizes = self._open(sizes_path(prefix), self.num_documents * _SIZE.itemsize)
-        except OSError as error:
-            self._stack.close()
-            raise InputError(f"cannot write {self.prefix}.bin: {error.strerror}") from None
-        except InputError:
-            self._stack.close()
-            raise
-
-    def _open(self, path: Path, keep_bytes: int):
-        """The file, opened for writing behind its first `keep_bytes` bytes."""
-        if not keep_bytes:
-            return self._stack.enter_context(path.open("wb", buffering=1 << 20))
-        found = path.stat().st_size if path.is_file() else 0
-        if found < keep_bytes:
-            raise InputError(f"{path} should hold {keep_bytes} bytes of unfinished work and has {found}; begin anew with --overwrite")
-        os.truncate(path, keep_bytes)
-        return self._stack.enter_context(path.open("ab", buffering=1 << 20))
-
-    def add_document(self, tokens) -> None:
-        """Append one document, a non-empty sequence of token ids."""
-        tokens = np.asarray(tokens)
-        self.add_documents(tokens, np.array([len(tokens)]))
-
-    def add_documents(self, tokens: np.ndarray, sizes: np.ndarray) -> None:
-        """Append several documents, given as their tokens in a row and the length of each."""
-        assert len(tokens) == int(np.sum(sizes, dtype=np.int64)), "the lengths do not add up to the tokens"
-        assert len(sizes) == 0 or np.min(sizes) > 0, "an empty document"
-        if len(sizes) == 0:
-            return
-        limits = np.iinfo(self.dtype)
-        if np.min(tokens) < limits.min or np.max(tokens) > limits.max:
-            raise InputError(f"token ids {np.min(tokens)} to {np.max(tokens)} do not fit {self.dtype} of {self.prefix}.bin")
-        if np.max(sizes) > np.iinfo(np.int32).max:
-            raise InputError(f"a document of {np.max(sizes)} tokens: the format allows {np.iinfo(np.int32).max}; split it")
-        with disk_errors_explained(self.prefix):
-            self._bin.write(np.ascontiguousarray(tokens, self.dtype).data)
-            self._sizes.write(np.ascontiguousarray(sizes, _SIZE).data)
-        self.num_documents += len(sizes)
-        self.num_tokens += len(tokens)
-
-    def commit(self) -> None:
-        """Put everything so far on the disk and keep it there for a writer that resumes, whatever happens to this one."""
-        with disk_errors_explained(self.prefix):
-            for handle in (self._bin, self._sizes):
-                _flush(handle)
-        self._pair.keep = True
-
-    def finish(self) -> None:
-        """Make the pair appear under its final names, in the place of an older one."""
-        self.prepare()
-        with disk_errors_explained(self.prefix):
-            publish_pair(self.prefix)
-        self.close()
-
-    def prepare(self) -> None:
-        """Write what is left to write under temporary names: `publish_pair` has nothing but renames to do then."""
-        with disk_errors_explained(self.prefix):
-            for handle in (self._bin, self._sizes):
-                _flush(handle)
-            with self._pair.open_idx() as handle:
-                self._write_index(handle)
-
-    def close(self) -> None:
-        """Let go of the pair once it is published."""
-        self._pair.keep = False
-        self._stack.close()
-        self._finished = True
-
-    def abort(self) -> None:
-        """Remove what was written, unless it was committed; after `finish()` there is nothing to remove."""
-        if self._finished:
-            return
-        for handle in (self._bin, self._sizes):
-            with contextlib.suppress(OSError):  # closing flushes the buffer, which a full disk refuses
-                handle.close()
-        self._stack.close()
-        self._finished = True
-
-    def __enter__(self) -> "IndexedDatasetWriter":
-        return self
-
-    def __exit__(self, *_) -> None:
-        """Without `finish()` nothing stays that has not been committed."""
-        self.abort()
-
-    def _write_index(self, handle) -> None:
-        offsets = (np.arange(first, stop) for first, stop in _blocks(self.num_documents + 1))
-        write_index(handle, self.dtype, self.num_documents, lambda: written_sizes(self.prefix), self.num_documents + 1, offsets)
-
-
-def written_sizes(prefix: str | os.PathLike) -> Iterator[np.ndarray]:
-    """Lengths of the documents that a writer has noted, in blocks."""
-    with open(sizes_path(prefix), "rb") as handle:
-        while len(block := np.fromfile(handle, _SIZE, _INDEX_BLOCK)):
-            yield block
-
-
-def write_index(
-    handle: BinaryIO,
-    dtype: np.dtype,
-    num_sequences: int,
-    sizes: Callable[[], Iterator[np.ndarray]],
-    num_offsets: int,
-    offsets: Iterable[np.ndarray],
-) -> None:
-    """Write an .idx file: sequence lengths and document offsets come in blocks, and the lengths twice, so that none is held whole."""
-    handle.write(_HEADER.pack(MAGIC, VERSION, _CODES[np.dtype(dtype)], num_sequences, num_offsets))
-    for block in sizes():
-        handle.write(np.ascontiguousarray(block, "<i4").data)
-    start = 0
-    for block in sizes():
-        ends = start + np.cumsum(block, dtype=np.int64) * np.dtype(dtype).itemsize
-        handle.write(np.concatenate(([start], ends[:-1])).astype("<i8").data)
-        start = int(ends[-1])
-    for block in offsets:
-        handle.write(np.ascontiguousarray(block, "<i8").data)
-
-
-def _blocks(count: int) -> Iterator[tuple[int, int]]:
+def index_blocks(count: int) -> Iterator[tuple[int, int]]:
     """Ranges that make up 0 … count - 1, none of them long."""
-    return ((first, min(first + _INDEX_BLOCK, count)) for first in range(0, count, _INDEX_BLOCK))
-
-
-class PairFiles:
-    """The temporary files of a pair that is being written; within `with` they are held against other writers.
-
-    keep: leave them where they are at the end of `with`, unless they have been published.
-    Entering raises InputError if another process is writing the same prefix.
-    """
-
-    def __init__(self, prefix: str | os.PathLike, *, keep: bool = False):
-        self.prefix = os.fspath(prefix)
-        self.bin, self.idx = (_sibling(path, ".tmp") for path in (bin_path(prefix), idx_path(prefix)))
-        self.keep = keep
-        self._held = contextlib.ExitStack()
-
-    def __enter__(self) -> "PairFiles":
-        try:
-            self._held.enter_context(file_lock(_sibling(bin_path(self.prefix), ".lock"), blocking=False, remove=True))
-        except BlockingIOError:
-            raise InputError(f"another process is writing {self.prefix}; wait for it or choose another output") from None
-        return self
-
-    def __exit__(self, *_) -> None:
-        if not self.keep:
-            remove_unfinished(self.prefix)
-        self._held.close()
-
-    def open_bin(self) -> contextlib.AbstractContextManager[BinaryIO]:
-        """The token file, which is on the disk when `with` ends."""
-        return _flushed_file(self.bin)
-
-    def open_idx(self) -> contextlib.AbstractContextManager[BinaryIO]:
-        """The index file, which is on the disk when `with` ends."""
-        return _flushed_file(self.idx)
-
-
-@contextlib.contextmanager
-def _flushed_file(path: Path) -> Iterator[BinaryIO]:
-    with open(path, "wb", buffering=1 << 20) as handle:
-        yield handle
-        _flush(handle)
-
-
-def publish_pair(prefix: str | os.PathLike) -> None:
-    """Give a pair that `IndexedDatasetWriter.prepare` has written its final names; goes on where a call that was killed had got to.
-
-    Raises InputError where a file is gone that it should find.
-    """
-    for path in (bin_path(prefix), idx_path(prefix)):
-        if not _sibling(path, ".tmp").exists() and not path.exists():
-            raise InputError(f"{_sibling(path, '.tmp')}, which was written before, is gone; begin anew with --overwrite")
-    for path in (bin_path(prefix), idx_path(prefix)):
-        temporary = _sibling(path, ".tmp")
-        if temporary.exists():
-            idx_path(prefix).unlink(missing_ok=True)  # from here to the last rename there is no pair, rather than a mixed one
-            os.replace(temporary, path)
-    fsync_path(bin_path(prefix).parent)
-
-
-def can_resume(prefix: str | os.PathLike, dtype: np.dtype, documents: int, tokens: int) -> bool:
-    """Whether what a writer had committed is still there."""
-    sizes = {_sibling(bin_path(prefix), ".tmp"): tokens * dtype.itemsize, sizes_path(prefix): documents * _SIZE.itemsize}
-    return all(size == 0 or (path.is_file() and path.stat().st_size >= size) for path, size in sizes.items())
-
-
-def prepared_files(prefix: str | os.PathLike) -> dict[str, str]:
-    """Size and a digest of blocks of each file of a pair that is ready to be published, by its final name, which it may have already."""
-    found = {}
-    for path in (bin_path(prefix), idx_path(prefix)):
-        temporary = _sibling(path, ".tmp")
-        place = temporary if temporary.exists() else path
-        found[path.name] = f"{place.stat().st_size} {blocks_digest(place)}" if place.exists() else "gone"
-    return found
+    return ((first, min(first + INDEX_BLOCK, count)) for first in range(0, count, INDEX_BLOCK))
 
 
 def blocks_digest(path: Path, blocks: int = 64, block_bytes: int = 1 << 16) -> str:
@@ -496,23 +274,3 @@ def blocks_digest(path: Path, blocks: int = 64, block_bytes: int = 1 << 16) -> s
             handle.seek(start)
             digest.update(handle.read(block_bytes))
     return digest.hexdigest()
-
-
-def remove_unfinished(prefix: str | os.PathLike) -> None:
-    """Remove what a writer has left of a pair that is not to be finished."""
-    for path in (_sibling(bin_path(prefix), ".tmp"), _sibling(idx_path(prefix), ".tmp"), sizes_path(prefix)):
-        path.unlink(missing_ok=True)
-
-
-def sizes_path(prefix: str | os.PathLike) -> Path:
-    """Where a writer notes the length of each document until the pair is published; int32."""
-    return _sibling(bin_path(prefix), ".sizes.tmp")
-
-
-def _flush(handle) -> None:
-    handle.flush()
-    os.fsync(handle.fileno())
-
-
-def _sibling(path: Path, suffix: str) -> Path:
-    return path.with_name(f".{path.name}{suffix}")

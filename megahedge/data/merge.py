@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megahedge.data.indexed_dataset import IndexedDataset, PairFiles, bin_path, idx_path, publish_pair, write_index
+from megahedge.data.indexed_dataset import IndexedDataset, bin_path, idx_path
+from megahedge.data.indexed_writer import PairFiles, publish_pair, write_index
 from megahedge.data.meta import (
     COUNTS,
     FORMAT_VERSION,

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megahedge.data.indexed_dataset import IndexedDataset, bin_path, blocks_digest, idx_path, publish_pair, remove_unfinished
+from megahedge.data.indexed_dataset import IndexedDataset, bin_path, blocks_digest, idx_path
+from megahedge.data.indexed_writer import publish_pair, remove_unfinished
 from megahedge.utils.errors import InputError
-from megahedge.utils.files import disk_errors_explained, file_lock, read_json, sha256_file, write_json
+from megahedge.utils.files import disk_errors_explained, file_lock, read_json, remove_temporary_files, sha256_file, write_json
 from megahedge.utils.logging import get_logger
 
 FORMAT_VERSION = 2
@@ -143,6 +144,8 @@ def writing_dataset(prefix: str | os.PathLike) -> Iterator[None]:
             raise InputError(f"another process is writing {prefix}; wait for it or choose another --output_prefix") from None
         except OSError as error:
             raise InputError(f"--output_prefix={prefix} cannot be written: {error.strerror}") from None
+        for path in (unfinished_path(prefix), meta_path(prefix)):
+            remove_temporary_files(path.parent, path.name)
         yield
 
 

@@ -18,11 +18,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megahedge.data.encoding import Encoded, EncoderSettings, encode_in_order
-from megahedge.data.indexed_dataset import (
+from megahedge.data.find_sources import find_sources
+from megahedge.data.indexed_dataset import bin_path, idx_path
+from megahedge.data.indexed_writer import (
     IndexedDatasetWriter,
-    bin_path,
+    PairFiles,
     can_resume,
-    idx_path,
     prepared_files,
     remove_unfinished,
     token_dtype,
@@ -45,7 +46,7 @@ from megahedge.data.meta import (
     writing_dataset,
 )
 from megahedge.data.progress import PreprocessProgress
-from megahedge.data.sources import Reading, Source, TextFile, find_sources
+from megahedge.data.sources import Reading, Source, TextFile
 from megahedge.data.tokenizer import SentencePieceTokenizer, load_tokenizer
 from megahedge.utils.errors import InputError
 from megahedge.utils.files import check_output
@@ -178,7 +179,10 @@ class _Job:
         """The dataset's meta, once it is there."""
         state = self._unfinished()
         if state is not None and state["meta"] is not None:
-            return self._publish(_meta_of(state["meta"]))
+            with contextlib.ExitStack() as stack:
+                for prefix in self._config.prefixes.values():
+                    stack.enter_context(PairFiles(prefix, keep=True))
+                return self._publish(_meta_of(state["meta"]))
         _check_places(self._config, overwrite=self._config.overwrite)
         totals = _Totals() if state is None else _Totals(**state["totals"])
         if state is not None:

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import math
@@ -18,6 +19,8 @@ import yaml
 from megahedge.utils.errors import InputError, RunError
 
 _TEMPORARY = ".tmp"
+_RANDOM = 12
+"""Characters before it that make the name of a temporary file one of its own."""
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES)
 """Of a disk that is full, fails or is not ours to write: for its user to mend."""
@@ -53,12 +56,12 @@ def atomic_write(path: str | os.PathLike, mode: str = "wb"):
 
 
 def _temporary_path(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{secrets.token_hex(6)}{_TEMPORARY}")
+    return path.with_name(f".{path.name}.{secrets.token_hex(_RANDOM // 2)}{_TEMPORARY}")
 
 
-def remove_temporary_files(folder: str | os.PathLike) -> None:
-    """Remove what killed `atomic_write`s have left in a folder.  Nobody may be writing there."""
-    for path in Path(folder).glob(f".*{_TEMPORARY}"):
+def remove_temporary_files(folder: str | os.PathLike, name: str = "") -> None:
+    """Remove what killed `atomic_write`s have left in a folder, or of the file `name` in it.  Nobody may be writing there, or that file."""
+    for path in Path(folder).glob(f".{glob.escape(name)}.{'?' * _RANDOM}{_TEMPORARY}" if name else f".*{_TEMPORARY}"):
         path.unlink(missing_ok=True)
 
 

@@ -22,7 +22,8 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 
-from megahedge.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, bin_path, idx_path, write_index
+from megahedge.data.indexed_dataset import IndexedDataset, bin_path, idx_path
+from megahedge.data.indexed_writer import IndexedDatasetWriter, write_index
 from megahedge.utils.cli import Count, parse_options, run_main
 from megahedge.utils.errors import InputError, check_known
 from tests.bench.measure import interleaved_seconds, machine, median_ratio, peak_of, print_table

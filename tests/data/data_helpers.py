@@ -6,7 +6,8 @@ import resource
 
 import numpy as np
 
-from megahedge.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megahedge.data.indexed_dataset import IndexedDataset
+from megahedge.data.indexed_writer import IndexedDatasetWriter
 
 EOD = 0
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from data_helpers import full_disk, write_pair
 
-from megahedge.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, bin_path, idx_path, token_dtype
+from megahedge.data.indexed_dataset import IndexedDataset, bin_path, idx_path
+from megahedge.data.indexed_writer import IndexedDatasetWriter, token_dtype
 from megahedge.utils.errors import InputError, RunError
 
 DOCUMENTS = [[5, 6, 7, 0], [1, 0], [9, 8, 65535, 2, 0]]
@@ -69,7 +70,8 @@ def test_offsets_beyond_two_gigabytes_are_64_bit(tmp_path):
 
 def test_writer_index_is_64_bit_beyond_two_gigabytes(tmp_path, monkeypatch):
     """Five documents of 2^30 tokens each, their tokens not written; index blocks of two entries."""
-    monkeypatch.setattr("megahedge.data.indexed_dataset._INDEX_BLOCK", 2)
+    for module in ("indexed_dataset", "indexed_writer"):
+        monkeypatch.setattr(f"megahedge.data.{module}.INDEX_BLOCK", 2)
     writer = IndexedDatasetWriter(tmp_path / "x", np.int32)
     writer._sizes.write(np.full(5, 2**30, np.int32).data)
     writer.num_documents = 5

@@ -5,8 +5,9 @@ import pytest
 from data_helpers import numbered_documents, write_jsonl, write_pair
 from test_preprocess import TEXTS, run_tool, tokenizer_dir  # noqa: F401 (a fixture)
 
-from megahedge.data import indexed_dataset, merge
+from megahedge.data import merge
 from megahedge.data.indexed_dataset import IndexedDataset, bin_path, idx_path
+from megahedge.data.indexed_writer import write_index
 from megahedge.data.inspect import InspectConfig, inspect_dataset
 from megahedge.data.merge import MergeConfig, merge_datasets
 from megahedge.data.meta import load_meta, write_meta, writing_dataset
@@ -43,7 +44,7 @@ def write_sequences(prefix, documents, dtype=np.uint16):
     sizes = np.array([len(sequence) for sequence in sequences], np.int32)
     offsets = np.cumsum([0] + [len(document) for document in documents])
     with open(idx_path(prefix), "wb") as handle:
-        indexed_dataset.write_index(handle, np.dtype(dtype), len(sizes), lambda: iter([sizes]), len(offsets), [offsets])
+        write_index(handle, np.dtype(dtype), len(sizes), lambda: iter([sizes]), len(offsets), [offsets])
     return IndexedDataset(prefix)
 
 

@@ -14,8 +14,8 @@ import pytest
 import tokenizers
 from data_helpers import write_jsonl, write_pair
 
+from megahedge.data import cutting
 from megahedge.data import preprocess as preprocess_module
-from megahedge.data import sources
 from megahedge.data.indexed_dataset import IndexedDataset
 from megahedge.data.meta import check_tokenizer, dataset_digest, find_split, load_meta, tokenizer_digest, tokens_per_document
 from megahedge.data.preprocess import PreprocessConfig, load_tokenizer, preprocess
@@ -76,7 +76,7 @@ def test_documents_come_back_with_eod_and_meta_counts_them(tmp_path, convert, to
 
 
 def test_output_is_the_same_for_any_number_of_workers(tmp_path, convert, monkeypatch):
-    monkeypatch.setattr(sources, "_CHUNK_BYTES", 1000)  # many chunks
+    monkeypatch.setattr(cutting, "_CHUNK_BYTES", 1000)  # many chunks
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     contents = []
     for workers in (1, 2, 3):
@@ -152,7 +152,7 @@ def test_bad_line_is_named_or_counted(tmp_path, convert, line, reason, message):
 
 
 def test_line_number_is_right_beyond_the_first_chunk(tmp_path, convert, monkeypatch):
-    monkeypatch.setattr(sources, "_CHUNK_BYTES", 100)
+    monkeypatch.setattr(cutting, "_CHUNK_BYTES", 100)
     source = tmp_path / "a.jsonl"
     source.write_bytes(GOOD * 50 + b"\n" + b"broken\n" + GOOD)
     with pytest.raises(InputError, match=r"a\.jsonl:52: "):

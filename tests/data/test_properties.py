@@ -13,7 +13,8 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from megahedge.data.blending import Blend  # noqa: E402
-from megahedge.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter  # noqa: E402
+from megahedge.data.indexed_dataset import IndexedDataset  # noqa: E402
+from megahedge.data.indexed_writer import IndexedDatasetWriter  # noqa: E402
 from megahedge.data.loader import BatchLoader, TrainingData, ValidationData  # noqa: E402
 from megahedge.data.sample_index import SampleIndex, permutation  # noqa: E402
 

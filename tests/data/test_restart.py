@@ -13,10 +13,10 @@ import pytest
 from data_helpers import write_jsonl, write_pair
 from test_preprocess import TEXTS, final_files, tokenizer_dir  # noqa: F401 (a fixture)
 
+from megahedge.data import cutting
 from megahedge.data import preprocess as module
-from megahedge.data import sources
+from megahedge.data.find_sources import iterate_texts
 from megahedge.data.preprocess import PreprocessConfig, preprocess
-from megahedge.data.sources import iterate_texts
 from megahedge.utils.errors import InputError
 
 TEACHER = Path(__file__).resolve().parents[2] / "scripts" / "quickstart" / "teacher"
@@ -26,7 +26,7 @@ NUM_KILLS = 20
 @pytest.fixture
 def job(tmp_path, tokenizer_dir, monkeypatch):  # noqa: F811
     """Inputs of many chunks in three files of two words, and a function that preprocesses them; every chunk is committed."""
-    monkeypatch.setattr(sources, "_CHUNK_BYTES", 2000)
+    monkeypatch.setattr(cutting, "_CHUNK_BYTES", 2000)
     monkeypatch.setattr(module, "_COMMIT_SECONDS", 0.0)
     monkeypatch.setattr(module, "_COMMIT_SHARE", 1e9)
     (tmp_path / "folder").mkdir()
@@ -96,6 +96,33 @@ def test_a_broken_run_goes_on_and_ends_alike(job, break_at, tmp_path, monkeypatc
         assert contents(tmp_path, "out") == contents(tmp_path, "whole")
         for path in tmp_path.glob("out*"):
             path.unlink()
+
+
+@pytest.mark.parametrize("number", [0, 3, 8, -1])
+def test_a_kill_before_a_rename_leaves_no_file_behind(job, tmp_path, monkeypatch, number):
+    """Of the journal, which every commit renames, and last of meta.json."""
+    original, renames = os.replace, []
+
+    def replace(source, target):
+        renames.append(target)
+        if len(renames) == number + 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    number, wanted = -1, number
+    job("whole")
+    number = wanted % len(renames)
+    assert str(renames[number]).endswith(".meta.json" if wanted == -1 else ".unfinished.json")
+    renames.clear()
+    process = multiprocessing.get_context("fork").Process(target=job)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert len(list(tmp_path.glob(".*out*.json.*.tmp"))) == 1
+    monkeypatch.setattr(os, "replace", original)
+    job()
+    assert contents(tmp_path, "out") == contents(tmp_path, "whole")
 
 
 class BrokenPublishing:

@@ -208,6 +208,14 @@ class TestCache:
             path.write_bytes([b"", b"not an array", path.read_bytes()[:-9]][number % 3])
         np.testing.assert_array_equal(read_all(SampleIndex(dataset, 8, 1, tmp_path / "cache"), 30), built)
 
+    def test_what_a_killed_process_left_is_removed(self, tmp_path):
+        dataset = corpus(tmp_path, random_lengths(50, 1, 20))
+        served = read_all(SampleIndex(dataset, 8, 1, tmp_path / "cache"), 30)
+        arrays = sorted((tmp_path / "cache").glob("*.npy"))
+        left = [path.rename(path.with_name(f".{path.name}.0123456789ab.tmp")) for path in arrays]
+        np.testing.assert_array_equal(read_all(SampleIndex(dataset, 8, 1, tmp_path / "cache"), 30), served)
+        assert sorted((tmp_path / "cache").glob("*.npy")) == arrays and not any(path.exists() for path in left)
+
     def test_unwritable_cache_falls_back_to_memory(self, tmp_path):
         dataset = corpus(tmp_path, random_lengths(50, 1, 20))
         (tmp_path / "file").write_text("no folder can be made here")

@@ -12,8 +12,8 @@ import tarfile
 import pytest
 from data_helpers import write_jsonl
 
-from megahedge.data import sources
-from megahedge.data.sources import iterate_texts
+from megahedge.data import cutting, sources
+from megahedge.data.find_sources import find_sources, iterate_texts
 from megahedge.utils.errors import InputError, RunError
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -57,7 +57,7 @@ def lines(texts, key="text"):
 @pytest.fixture(params=[1 << 20, 64])
 def chunk_bytes(request, monkeypatch):
     """Chunks of the usual size, and so small ones that every border between them is somewhere within."""
-    monkeypatch.setattr(sources, "_CHUNK_BYTES", request.param)
+    monkeypatch.setattr(cutting, "_CHUNK_BYTES", request.param)
 
 
 def read(*paths, **options):
@@ -118,14 +118,14 @@ def test_plain_text_is_one_document_a_file(tmp_path, chunk_bytes):
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 def test_plain_text_with_a_line_between_documents(tmp_path, monkeypatch, newline):
-    monkeypatch.setattr(sources, "_CHUNK_BYTES", 64)
+    monkeypatch.setattr(cutting, "_CHUNK_BYTES", 64)
     texts = [text.replace("\n", newline) for text in TEXTS]
     (tmp_path / "a.txt").write_bytes(f"{newline}{SEPARATOR}{newline}".join(texts).encode())
-    (source,) = sources.find_sources([str(tmp_path / "a.txt")])
+    (source,) = find_sources([str(tmp_path / "a.txt")])
     chunks = list(source.chunks(sources.Reading(document_separator=SEPARATOR)))
     assert len(chunks) > 5
     (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbf" + f"{SEPARATOR}{newline}one".encode())  # a mark is no part of the first line
-    (marked,) = sources.find_sources([str(tmp_path / "b.txt")])
+    (marked,) = find_sources([str(tmp_path / "b.txt")])
     pieces = [text for chunk in marked.chunks(sources.Reading(document_separator=SEPARATOR)) for _, text in chunk.documents("text")]
     assert [text for text in pieces if isinstance(text, str)] == ["one"]
     found = [document for chunk in chunks for document in chunk.documents("text")]
@@ -198,7 +198,7 @@ def test_a_file_is_recorded_whole(tmp_path):
     """Also where its reader stops before its end, as at an archive's end mark."""
     for name, content in {"a.tar": texts_tar(TEXTS) + b"\0" * 3_000_000, "b.jsonl.gz": gzip.compress(lines(TEXTS))}.items():
         (tmp_path / name).write_bytes(content)
-        (source,) = sources.find_sources([str(tmp_path / name)])
+        (source,) = find_sources([str(tmp_path / name)])
         assert len(list(source.chunks(sources.Reading()))) == 1
         assert source.record() == {"name": name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
@@ -215,7 +215,7 @@ class Stream:
 
 def test_a_hub_dataset_is_read_at_the_commit_that_it_has(monkeypatch):
     stream = Stream(monkeypatch, [{"text": text, "meta": {"body": "x"}} for text in TEXTS])
-    (source,) = sources.find_sources(["someone/text"])
+    (source,) = find_sources(["someone/text"])
     assert source.identity() == ["someone/text", "abc"]
     assert [text for chunk in source.chunks(sources.Reading()) for _, text in chunk.documents("text")] == TEXTS
     assert stream.asked == [("someone/text", {"split": "train", "streaming": True, "revision": "abc"})]
@@ -293,16 +293,16 @@ def test_a_table_that_changes_while_it_is_read_is_refused(tmp_path):
 
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"text": TEXTS}), path)
-    (source,) = sources.find_sources([str(path)])
+    (source,) = find_sources([str(path)])
     os.utime(path, (1, 1))
     with pytest.raises(InputError, match=r"a\.parquet has changed while it was read"):
         list(source.chunks(sources.Reading()))
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "_CHUNK_BYTES", 64)
+    monkeypatch.setattr(cutting, "_CHUNK_BYTES", 64)
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    (source,) = sources.find_sources([str(path)])
+    (source,) = find_sources([str(path)])
     chunks = source.chunks(sources.Reading())
     next(chunks)
     with open(path, "ab") as handle:

@@ -8,7 +8,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megahedge.checkpoint.store import CheckpointWriter
-from megahedge.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megahedge.data.indexed_dataset import IndexedDataset
+from megahedge.data.indexed_writer import IndexedDatasetWriter
 from megahedge.data.meta import DatasetMeta, tokenizer_digest, write_meta
 from megahedge.models.hf_weights import save_pretrained
 from megahedge.models.language_model import LanguageModel

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import datasets
 import pytest
 
-from megahedge.data.sources import iterate_texts
+from megahedge.data.find_sources import iterate_texts
 from megahedge.evaluation import download as downloading
 from megahedge.evaluation.download import DownloadOptions, download
 from megahedge.evaluation.tasks import PAPER_METRICS

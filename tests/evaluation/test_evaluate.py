@@ -17,7 +17,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from megahedge.checkpoint.store import CheckpointWriter, open_checkpoint
-from megahedge.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megahedge.data.indexed_dataset import IndexedDataset
+from megahedge.data.indexed_writer import IndexedDatasetWriter
 from megahedge.data.meta import meta_path, tokenizer_digest
 from megahedge.evaluation import evaluate as evaluating
 from megahedge.evaluation.evaluate import evaluate

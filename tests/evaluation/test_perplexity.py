@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megahedge.data.find_sources import iterate_texts
 from megahedge.data.loader import IGNORE_INDEX, ValidationData
-from megahedge.data.sources import iterate_texts
 from megahedge.evaluation.models import open_model
 from megahedge.evaluation.perplexity import measure_perplexity
 from tests.evaluation.small import VOCAB_SIZE, byte_tokenizer, write_run, write_texts

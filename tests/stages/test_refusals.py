@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megahedge.config.options import Stage1Options, Stage2Options
-from megahedge.data.indexed_dataset import IndexedDatasetWriter
+from megahedge.data.indexed_writer import IndexedDatasetWriter
 from megahedge.stages.stage1 import plan_stage1
 from megahedge.stages.stage2 import plan_stage2
 from megahedge.utils.errors import InputError

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from megahedge.checkpoint import store
 from megahedge.checkpoint.store import Checkpoint
 from megahedge.config.options import PretrainOptions
-from megahedge.data.indexed_dataset import IndexedDatasetWriter
+from megahedge.data.indexed_writer import IndexedDatasetWriter
 from megahedge.data.meta import DatasetMeta, SplitMeta, tokenizer_digest, write_meta
 from megahedge.data.tokenizer import load_tokenizer
 from megahedge.evaluation.perplexity import Perplexity
