@@ -15,7 +15,7 @@ import numpy as np
 from megahedge.data.indexed_dataset import IndexedDataset, bin_path, blocks_digest, idx_path
 from megahedge.data.indexed_writer import publish_pair, remove_unfinished
 from megahedge.utils.errors import InputError
-from megahedge.utils.files import disk_errors_explained, file_lock, read_json, remove_temporary_files, sha256_file, write_json
+from megahedge.utils.files import disk_errors_explained, file_lock, read_json, remove_temporary_files, write_json
 from megahedge.utils.logging import get_logger
 
 FORMAT_VERSION = 2
@@ -312,18 +312,17 @@ def _brief(digest: str) -> str:
     return digest.removeprefix(SENTENCEPIECE)[:12]
 
 
-def dataset_digest(prefix: str | os.PathLike, *, mmap: bool = True) -> dict:
+def dataset_digest(dataset: IndexedDataset) -> dict:
     """Identity of a pair for the record of a run: sizes of both files, the SHA-256 of .idx, and one of blocks spread over .bin.
 
     The blocks tell corpora apart whose documents all have one length, and so equal .idx files, without reading terabytes.
     """
-    dataset = IndexedDataset(prefix, mmap=mmap)
     return {
-        "prefix": os.fspath(prefix),
+        "prefix": dataset.prefix,
         "documents": dataset.num_documents,
         "tokens": dataset.num_tokens,
-        "bin_bytes": bin_path(prefix).stat().st_size,
-        "idx_bytes": idx_path(prefix).stat().st_size,
-        "idx_sha256": sha256_file(idx_path(prefix)),
-        "bin_blocks_sha256": blocks_digest(bin_path(prefix)),
+        "bin_bytes": bin_path(dataset.prefix).stat().st_size,
+        "idx_bytes": idx_path(dataset.prefix).stat().st_size,
+        "idx_sha256": dataset.index_digest,
+        "bin_blocks_sha256": blocks_digest(bin_path(dataset.prefix)),
     }

@@ -118,7 +118,7 @@ def _measure(evaluation: Evaluation, model: OpenModel, prefix: str, device: torc
         raise RunError(
             f"the loss of {model.source.path} on {prefix} is {measured.nats}: the model is broken, or --dtype={options.dtype} overflows"
         )
-    facts = dataset_digest(prefix, mmap=options.mmap) | {"tokenizer_digest": meta.tokenizer_digest if meta else None}
+    facts = dataset_digest(data.dataset) | {"tokenizer_digest": meta.tokenizer_digest if meta else None}
     probe = _probe(options, model, prefix, device) if options.context_probe else None
     return dataclasses.replace(evaluation, data=facts, perplexity=measured, text=text, probe=probe, seconds=seconds)
 

@@ -35,7 +35,7 @@ from megahedge.training.run_folder import SECONDS_FOR_PREDECESSOR, RunFolder
 from megahedge.training.signals import StopSignal
 from megahedge.training.watch import SilenceWatch
 from megahedge.utils.errors import InputError
-from megahedge.utils.logging import get_logger
+from megahedge.utils.logging import get_logger, global_rank
 from megahedge.utils.units import format_bytes, format_count
 from megahedge.utils.words import divisors, either
 
@@ -353,9 +353,9 @@ def _open_metrics(plan: Plan, progress: Progress) -> Iterator[MetricsLog]:
 
 def _data_record(plan: Plan) -> dict:
     return {
-        "train": [dataset_digest(prefix, mmap=plan.options.mmap) for prefix in plan.data.prefixes],
+        "train": [dataset_digest(index.dataset) for index in plan.data.indices],
         "weights": [weight for weight, _ in parse_data_path(plan.options.data_path)],
-        "validation": dataset_digest(plan.validation.dataset.prefix, mmap=plan.options.mmap),
+        "validation": dataset_digest(plan.validation.dataset),
         "tokenizer_digest": plan.tokenizer_digest,
         "tokenizer_name": plan.tokenizer_source,
     }
@@ -377,6 +377,8 @@ def _device_name() -> str:
 
 def print_header(name: str, plan: Plan, stage: Stage | None = None) -> None:
     """What is about to run, derived figures included, on rank 0; parameter counts where the stage's module is at hand."""
+    if global_rank() != 0:  # the others would read the data to print nothing
+        return
     options, model, batches = plan.options, plan.model, plan.batches
     all_tokens = options.train_steps * options.tokens_per_step
     rows = {

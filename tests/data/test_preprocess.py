@@ -380,10 +380,10 @@ def test_damaged_meta_is_refused(tmp_path, content):
 
 def test_dataset_digest_follows_the_content(tmp_path):
     write_pair(tmp_path / "x", [[1, 2], [3]])
-    first = dataset_digest(tmp_path / "x")
+    first = dataset_digest(IndexedDataset(tmp_path / "x"))
     assert (first["tokens"], first["documents"], first["bin_bytes"]) == (3, 2, 6)
     write_pair(tmp_path / "x", [[1], [2, 3]])
-    assert dataset_digest(tmp_path / "x")["idx_sha256"] != first["idx_sha256"]
+    assert dataset_digest(IndexedDataset(tmp_path / "x"))["idx_sha256"] != first["idx_sha256"]
 
 
 def test_recall_text_is_seeded_diverse_and_readable(tmp_path, convert):
@@ -413,6 +413,6 @@ def test_recall_text_of_one_kind(tmp_path):
 def test_dataset_digest_sees_a_change_of_tokens_that_leaves_the_index_equal(tmp_path):
     write_pair(tmp_path / "a", [[1, 2, 3]])
     write_pair(tmp_path / "b", [[1, 2, 4]])
-    a, b = dataset_digest(tmp_path / "a"), dataset_digest(tmp_path / "b")
+    a, b = (dataset_digest(IndexedDataset(tmp_path / name)) for name in "ab")
     assert a["idx_sha256"] == b["idx_sha256"]
     assert a["bin_blocks_sha256"] != b["bin_blocks_sha256"]

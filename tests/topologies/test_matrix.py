@@ -43,7 +43,9 @@ def _run(inputs: Path, name: str, called: str | None = None, **changes) -> Stage
     if cut != ["reference"]:
         tp, zero, kept = cut
         own["ds_config"] = str(inputs / f"{zero}.json") if zero.startswith("zero3") else ds_config(zero)
-        own |= {"tp_size": int(tp.removeprefix("tp")), "activation_checkpointing": kept == RECOMPUTED}
+        tp_size = int(tp.removeprefix("tp"))
+        # as few passes as dp allows, but two a step on one replica: accumulation is part of what is cut
+        own |= {"tp_size": tp_size, "activation_checkpointing": kept == RECOMPUTED, "micro_batch_size": 2 if tp_size == 1 else 4}
     return StageRun(called or name, int(stage), "tuned" if stage != "0" else None, own | changes)
 
 
