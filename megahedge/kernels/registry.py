@@ -2,14 +2,14 @@
 
 import logging
 
-from megahedge.kernels import chunked, loop, numba_backend, reference
+from megahedge.kernels import chunked, loop, numba_backend, reference, triton_backend
 from megahedge.kernels.problem import Backend, Problem
 from megahedge.utils.errors import InputError
 from megahedge.utils.logging import get_logger, log_once
 from megahedge.utils.words import either
 
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (chunked.BACKEND, numba_backend.BACKEND, loop.BACKEND, reference.BACKEND)
+    backend.name: backend for backend in (triton_backend.BACKEND, chunked.BACKEND, numba_backend.BACKEND, loop.BACKEND, reference.BACKEND)
 }
 """By name, the fastest first: `auto` takes the first that accepts the problem."""
 

@@ -1,0 +1,62 @@
+"""How the Triton kernels cut a head's states into tiles: a plain table, so that nothing has to be tuned before a run can start.
+
+tests/kernels/compile_table.py compiles every line for every architecture and prints registers, stack, shared memory and instructions.
+"""
+
+import dataclasses
+
+WARP = 32
+"""Threads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ChannelTile:
+    """Of the kernels for decays that differ between channels: states of a program, all in its registers, and its warps."""
+
+    states: int
+    channels: int
+    warps: int
+
+
+_STATES_PER_THREAD = 32
+"""At 64 the backward needs more registers than a thread has."""
+_CHANNEL_TILES = {
+    # no state of 160 and 80 may be idle: half as many a thread cost less than a fifth of the tile
+    (160, 80): ChannelTile(32, 16, 1),
+}
+"""By state size and head_dim, where the rule below is not the best."""
+
+
+def channel_tile(state_size: int, head_dim: int) -> ChannelTile:
+    """128 states by 32 channels in four warps, or as many as there are."""
+    if (state_size, head_dim) in _CHANNEL_TILES:
+        return _CHANNEL_TILES[state_size, head_dim]
+    states, channels = min(128, _power_of_2(state_size)), min(32, _power_of_2(head_dim))
+    return ChannelTile(states, channels, max(1, states * channels // (_STATES_PER_THREAD * WARP)))
+
+
+def _power_of_2(size: int) -> int:
+    """The smallest that is not below `size`."""
+    return 1 << (size - 1).bit_length()
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkTile:
+    """Of the kernels that work on chunks of tokens by matrix products: tokens of a chunk, states and channels of a tile, and warps."""
+
+    tokens: int
+    states: int
+    channels: int
+    warps: int
+    stages: int
+    """Of loads that are under way while products are made."""
+
+
+def chunk_tile(state_size: int, head_dim: int) -> ChunkTile:
+    """Chunks of 64 tokens; tiles of at most 64 by 64, at least of 16 by 16, which a matrix product needs."""
+    return ChunkTile(64, max(16, min(64, _power_of_2(state_size))), max(16, min(64, _power_of_2(head_dim))), 4, 2)
+
+
+def state_chunk_tile(state_size: int, head_dim: int) -> ChunkTile:
+    """Chunks of 16 tokens, the shortest that products of matrices take, since each pair of tokens costs an exponential for each n."""
+    return dataclasses.replace(chunk_tile(state_size, head_dim), tokens=16)

@@ -1,0 +1,46 @@
+"""Scan on a GPU by Triton kernels, which keep what is carried in registers and refuse no state size.  Triton is optional.
+
+Without a GPU the same kernels run, slowly, in Triton's interpreter, where TRITON_INTERPRET=1 is set before the first scan.
+"""
+
+import functools
+import os
+from types import ModuleType
+
+import torch
+
+from megahedge.kernels.problem import Backend, Problem, ScanInputs, ScanOutputs
+
+
+def interpreting() -> bool:
+    """Whether Triton runs its kernels in Python, on any device."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def supports(problem: Problem) -> str | None:
+    """A Triton that does not import counts as missing."""
+    if problem.device != "cuda" and not interpreting():
+        return "it runs on GPUs only"
+    if problem.dtype != torch.float32:
+        return "its states are fp32"
+    launchers = _load_launchers()
+    return launchers if isinstance(launchers, str) else None
+
+
+@functools.cache
+def _load_launchers() -> tuple[ModuleType, ModuleType] | str:
+    """What runs decays by channel and all others, or why there is nothing: the kernels are compiled at their first call."""
+    try:
+        from megahedge.kernels import triton_channel, triton_chunks
+    except Exception as error:  # whatever a broken wheel raises
+        return f"triton cannot be imported ({type(error).__name__}: {error}); pip install triton"
+    return triton_channel, triton_chunks
+
+
+def run(inputs: ScanInputs) -> ScanOutputs:
+    """Shapes as in ScanInputs."""
+    channel, chunks = _load_launchers()
+    return (channel if inputs.problem.decay_per_channel else chunks).run(inputs)
+
+
+BACKEND = Backend("triton", supports, run)

@@ -1,0 +1,66 @@
+"""`python -m tests.gpu.compile_table`: compile every Triton kernel in every configuration, and print what it takes of a GPU.
+
+No GPU is needed.  Slots are instructions of the loop over tokens for each state and token; products are tensor core instructions in all.
+"""
+
+import argparse
+import collections
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+
+from megahedge.kernels import triton_backend
+from tests.gpu.compiled import Launch, Needs, compiled, noted_launches
+from tests.gpu.configurations import CONFIGURATIONS, HEAD_DIMS, Configuration, run_both_ways
+
+
+def launches_of(configuration: Configuration, head_dim: int) -> list[Launch]:
+    """Each kernel that a scan and its backward launch, once."""
+    with noted_launches() as launches, mock.patch.object(triton_backend, "interpreting", return_value=True):
+        run_both_ways(configuration.inputs(head_dim, batch=2, seq_len=1024, heads=8), "triton")
+    return launches
+
+
+def slots(launch: Launch, needs: Needs) -> float | None:
+    """Instructions for each state and token, where a loop goes from token to token."""
+    sizes = dict(launch.constants)
+    if "T" in sizes or not needs.loops:
+        return None
+    states = sizes["BLOCK_N"] * sizes["BLOCK_P"] / (32 * launch.warps)
+    loops = [loop.total() for loop in needs.loops if loop["MUFU"] >= states]
+    return min(loops) / states if loops else None
+
+
+def rows(head_dims: tuple[int, ...], capabilities: tuple[int, ...]) -> Iterator[str]:
+    """Lines of the table, each launch once."""
+    seen = collections.Counter()
+    yield "| kernel | configuration | head_dim | architecture | registers | stack | shared memory | slots | products |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for head_dim in head_dims:
+        for configuration in CONFIGURATIONS:
+            for launch in launches_of(configuration, head_dim):
+                seen[launch] += 1
+                for capability in capabilities if seen[launch] == 1 else ():
+                    needs = compiled(launch, capability)
+                    each = slots(launch, needs)
+                    cells = (_name(launch), configuration, head_dim, f"sm_{capability}", needs.registers, needs.stack, needs.shared)
+                    yield "| " + " | ".join(map(str, (*cells, f"{each:.1f}" if each else "", needs.products or ""))) + " |"
+
+
+def _name(launch: Launch) -> str:
+    return f"{launch.name}, reverse" if dict(launch.constants).get("REVERSE") else launch.name
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--head_dims", type=int, nargs="+", default=HEAD_DIMS)
+    parser.add_argument("--capabilities", type=int, nargs="+", default=(80, 90, 100))
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    for line in rows(tuple(arguments.head_dims), tuple(arguments.capabilities)):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
