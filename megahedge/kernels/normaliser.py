@@ -17,14 +17,19 @@ def normalise(numerator: Tensor, denominator: Tensor, eps: float) -> Tensor:
     return _Quotient.apply(numerator, denominator, eps)
 
 
+def divisor_of(denominator: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """What is divided by, and where that is not the denominator but the eps that has replaced it."""
+    small = denominator.abs() < eps
+    floor = torch.full_like(denominator, eps).masked_fill_(denominator < 0, -eps)
+    return torch.where(small, floor, denominator), small
+
+
 class _Quotient(torch.autograd.Function):
     """What autograd makes of a division needs three tensors more of the numerator's size, and reads them from memory seven times."""
 
     @staticmethod
     def forward(ctx, numerator, denominator, eps):
-        small = denominator.abs() < eps
-        floor = torch.full_like(denominator, eps).masked_fill_(denominator < 0, -eps)
-        divisor = torch.where(small, floor, denominator)
+        divisor, small = divisor_of(denominator, eps)
         ctx.mark_dirty(numerator)
         quotient = numerator.div_(divisor)
         ctx.save_for_backward(quotient, divisor, small)

@@ -54,7 +54,10 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class ScanInputs:
-    """The tensors of a scan in the dtype of the arithmetic; axes that an input lacks have size 1, so that all of them broadcast."""
+    """The tensors of a scan in the dtype of the arithmetic; axes that an input lacks have size 1, so that all of them broadcast.
+
+    For backends that take them so (`Backend.any_dtype`), C, B and V are in dtypes of their own.
+    """
 
     problem: Problem
     C: Tensor
@@ -73,6 +76,13 @@ class ScanInputs:
     """The same of the denominator, [b, h, n, 1 | p]."""
     boundaries: Tensor | None
     """[b, t] bool: the state is reset before this token."""
+    eps: float
+    """For backends that normalise: see `normalise`."""
+
+    def widened(self) -> "ScanInputs":
+        """The same with C, B and V in the dtype of the arithmetic."""
+        C, B, V = (x.to(self.problem.dtype) for x in (self.C, self.B, self.V))
+        return dataclasses.replace(self, C=C, B=B, V=V)
 
 
 ScanOutputs = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
@@ -87,3 +97,7 @@ class Backend:
     supports: Callable[[Problem], str | None]
     """None if it can run the problem, else the reason why not."""
     run: Callable[[ScanInputs], ScanOutputs]
+    any_dtype: bool = False
+    """Whether it takes C, B and V in 16 bits, and saves the copy."""
+    normalises: bool = False
+    """Whether the first of its outputs is divided by the second already, where there is one."""

@@ -51,13 +51,14 @@ def scan(
     if boundaries is not None and (boundaries.shape != C.shape[:2] or boundaries.dtype != torch.bool):
         raise ValueError(f"boundaries is [b, t] bool, not {list(boundaries.shape)} {boundaries.dtype}")
     with full_precision(C):
-        inputs = _prepare(C, B, V, step, rate, normalize, initial_state, boundaries, step_axis)
-        run = choose_backend(backend, inputs.problem).run
-        y, denominator, *state = run(inputs)
+        inputs = _prepare(C, B, V, step, rate, normalize, initial_state, boundaries, step_axis, eps)
+        chosen = choose_backend(backend, inputs.problem)
+        y, denominator, *state = chosen.run(inputs if chosen.any_dtype else inputs.widened())
         if denominator is not None:
             if stats is not None:
                 stats.add(denominator, eps)
-            y = normalise(y, denominator, eps)
+            if not chosen.normalises:
+                y = normalise(y, denominator, eps)
     return y.to(V.dtype), _packed_state(inputs.problem, *state)
 
 
@@ -86,7 +87,7 @@ def scan_step(
         raise ValueError(f"C and B are [b, h, n] and V [b, h, p], not {_shapes(C, B, V)}")
     with full_precision(C):
         with_time = (None if x is None else x.unsqueeze(1) for x in (C, B, V, step))
-        inputs = _prepare(*with_time, rate, normalize, state, None, step_axis)
+        inputs = _prepare(*with_time, rate, normalize, state, None, step_axis, eps).widened()
         C, B, V32, step = (x.squeeze(1) for x in (inputs.C, inputs.B, inputs.V, inputs.step))
         keep = None if inputs.rate is None else torch.exp(-inputs.rate * step)
         h, z = inputs.numerator, inputs.denominator
@@ -114,8 +115,8 @@ def _advance_and_read(C: Tensor, state: Tensor, keep: Tensor | None, B: Tensor, 
     return (C.unsqueeze(-2) @ state).squeeze(-2)
 
 
-def _prepare(C, B, V, step, rate, normalize, initial_state, boundaries, step_axis) -> ScanInputs:
-    """Inputs in the dtype of the arithmetic and in the shapes that backends read."""
+def _prepare(C, B, V, step, rate, normalize, initial_state, boundaries, step_axis, eps) -> ScanInputs:
+    """Inputs in the shapes that backends read, and all but C, B and V in the dtype of the arithmetic."""
     dtype = torch.float64 if torch.float64 in (C.dtype, B.dtype, V.dtype) else torch.float32
     tensors = [x for x in (C, B, V, step, rate) if x is not None]
     tensors += [] if initial_state is None else [initial_state.numerator]
@@ -132,9 +133,8 @@ def _prepare(C, B, V, step, rate, normalize, initial_state, boundaries, step_axi
     )
     if rate is not None:
         rate = rate.to(dtype).reshape(*rate.shape, *[1] * (3 - rate.dim()))
-    C, B, V = (x.to(dtype) for x in (C, B, V))
-    numerator, denominator = _unpacked_state(initial_state, problem, C, V)
-    return ScanInputs(problem, C, B, V, _spread_step(step, problem.step_axis, V), rate, numerator, denominator, boundaries)
+    numerator, denominator = _unpacked_state(initial_state, problem, C)
+    return ScanInputs(problem, C, B, V, _spread_step(step, problem, C), rate, numerator, denominator, boundaries, eps)
 
 
 def _structure(rate: Tensor, num_heads: int, state_size: int, head_dim: int) -> str:
@@ -165,30 +165,30 @@ def _step_axis(step: Tensor | None, named: str | None, C: Tensor, head_dim: int)
     return axes[0]
 
 
-def _spread_step(step: Tensor | None, axis: str | None, V: Tensor) -> Tensor:
+def _spread_step(step: Tensor | None, problem: Problem, C: Tensor) -> Tensor:
     """[b, t, h, 1 | n, 1 | p], ones where there is none."""
     if step is None:
-        return V.new_ones(1).expand(*V.shape[:3], 1, 1)
-    return step.to(V.dtype).unsqueeze(-2 if axis == "channel" else -1)
+        return C.new_ones(1, dtype=problem.dtype).expand(*C.shape[:3], 1, 1)
+    return step.to(problem.dtype).unsqueeze(-2 if problem.step_axis == "channel" else -1)
 
 
-def _unpacked_state(state: ScanState | None, problem: Problem, C: Tensor, V: Tensor) -> tuple[Tensor, Tensor | None]:
+def _unpacked_state(state: ScanState | None, problem: Problem, C: Tensor) -> tuple[Tensor, Tensor | None]:
     """Numerator [b, h, n, p] and denominator [b, h, n, 1 | p] or None; zeros where no state is given."""
     batch, _, num_heads, state_size = C.shape
     shape = (batch, num_heads, state_size, problem.head_dim)
     columns = (problem.head_dim,) if problem.per_channel else ()
     if state is None:
-        denominator = C.new_zeros(*shape[:3], *(columns or (1,))) if problem.normalize else None
-        return C.new_zeros(shape), denominator
+        denominator = C.new_zeros(*shape[:3], *(columns or (1,)), dtype=problem.dtype) if problem.normalize else None
+        return C.new_zeros(shape, dtype=problem.dtype), denominator
     if state.numerator.shape != shape:
         raise ValueError(f"the state's numerator is {list(shape)} here, not {_shapes(state.numerator)}")
     if not problem.normalize:
-        return state.numerator.to(C.dtype), None
+        return state.numerator.to(problem.dtype), None
     if state.denominator is None or state.denominator.shape != shape[:3] + columns:
         found = "None" if state.denominator is None else _shapes(state.denominator)
         raise ValueError(f"the state's denominator is {list(shape[:3] + columns)} here, not {found}")
-    denominator = state.denominator.to(C.dtype)
-    return state.numerator.to(C.dtype), denominator if problem.per_channel else denominator.unsqueeze(-1)
+    denominator = state.denominator.to(problem.dtype)
+    return state.numerator.to(problem.dtype), denominator if problem.per_channel else denominator.unsqueeze(-1)
 
 
 def _packed_state(problem: Problem, numerator: Tensor, denominator: Tensor | None) -> ScanState:

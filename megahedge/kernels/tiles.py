@@ -1,9 +1,11 @@
 """How the Triton kernels cut a head's states into tiles: a plain table, so that nothing has to be tuned before a run can start.
 
-tests/kernels/compile_table.py compiles every line for every architecture and prints registers, stack, shared memory and instructions.
+tests/gpu/compile_table.py compiles every line for every architecture and prints registers, stack, shared memory and instructions.
 """
 
 import dataclasses
+
+import torch
 
 WARP = 32
 """Threads."""
@@ -52,11 +54,15 @@ class ChunkTile:
     """Of loads that are under way while products are made."""
 
 
-def chunk_tile(state_size: int, head_dim: int) -> ChunkTile:
-    """Chunks of 64 tokens; tiles of at most 64 by 64, at least of 16 by 16, which a matrix product needs."""
-    return ChunkTile(64, max(16, min(64, _power_of_2(state_size))), max(16, min(64, _power_of_2(head_dim))), 4, 2)
+def chunk_tile(state_size: int, head_dim: int, dtype: torch.dtype) -> ChunkTile:
+    """Chunks of 64 tokens, or of 32 where V is fp32, as three products for one take more registers.
+
+    Tiles of at most 64 by 64, at least of 16 by 16, which a matrix product needs.
+    """
+    tokens = 64 if dtype == torch.bfloat16 else 32
+    return ChunkTile(tokens, max(16, min(64, _power_of_2(state_size))), max(16, min(64, _power_of_2(head_dim))), 8, 2)
 
 
-def state_chunk_tile(state_size: int, head_dim: int) -> ChunkTile:
+def state_chunk_tile(state_size: int, head_dim: int, dtype: torch.dtype) -> ChunkTile:
     """Chunks of 16 tokens, the shortest that products of matrices take, since each pair of tokens costs an exponential for each n."""
-    return dataclasses.replace(chunk_tile(state_size, head_dim), tokens=16)
+    return dataclasses.replace(chunk_tile(state_size, head_dim, dtype), tokens=16, warps=4)

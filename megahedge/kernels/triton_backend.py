@@ -43,4 +43,4 @@ def run(inputs: ScanInputs) -> ScanOutputs:
     return (channel if inputs.problem.decay_per_channel else chunks).run(inputs)
 
 
-BACKEND = Backend("triton", supports, run)
+BACKEND = Backend("triton", supports, run, any_dtype=True, normalises=True)

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from megahedge.kernels import triton_channel_kernels as kernels
 from megahedge.kernels.loop import CHECKPOINT_INTERVAL
+from megahedge.kernels.normaliser import normalise
 from megahedge.kernels.problem import ScanInputs, ScanOutputs
 from megahedge.kernels.tiles import channel_tile
 from megahedge.kernels.triton_launch import layers_of, like, on_device_of, part_of, put_sum
@@ -26,7 +27,10 @@ def run(inputs: ScanInputs) -> ScanOutputs:
     rate = rate.expand(rate.shape[0], state_size, V.shape[-1])
     z = inputs.denominator
     outputs = _ChannelScan.apply(inputs.C, inputs.B, V, step, rate, inputs.numerator, z, inputs.boundaries, by_state)
-    return outputs if z is not None else (outputs[0], None, outputs[1], None)
+    if z is None:
+        return outputs[0], None, outputs[1], None
+    numerator, denominator, h, z = outputs
+    return normalise(numerator, denominator, inputs.eps), denominator, h, z
 
 
 class _ChannelScan(torch.autograd.Function):

@@ -39,6 +39,12 @@ def _scalars(pointer, rows, inside):
 
 
 @triton.jit
+def _inverses(DIVISOR, rows, inside):
+    """1 / divisor of each token of a chunk, 1 behind the sequence's end."""
+    return 1.0 / tl.load(DIVISOR + rows, mask=inside, other=1.0)
+
+
+@triton.jit
 def _sums(LOG_DECAY, rows, inside, DECAYS: tl.constexpr):
     """Of a decay by head: L_i as two numbers [T], 2^(L_T - L_i), 2^L_i [T], and 2^L_T; ones without a decay."""
     if DECAYS == BY_HEAD:
@@ -93,16 +99,16 @@ def _load_pairs(PAIRS, rows, inside, T: tl.constexpr):
 
 @triton.jit
 def walk(
-    KEYS, VALUES, LOG_DECAY, WEIGHT, RESETS, SLOPE_Z, S0, Z0, STATES, STATES_Z, S, Z, seq_len, heads,
+    KEYS, VALUES, LOG_DECAY, WEIGHT, RESETS, DIVISOR, SLOPE_Z, S0, Z0, STATES, STATES_Z, S, Z, seq_len, heads,
     N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, DECAYS: tl.constexpr, WEIGHTED: tl.constexpr, NORMALIZE: tl.constexpr,
     HAS_RESETS: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """The state before each chunk, STATES [b, h, c, n, p] and STATES_Z [b, h, c, n], and after the last, S [b, h, n, p] and Z [b, h, n].
 
-    KEYS is B, VALUES is V, S0 and Z0 the state before the first token;  LOG_DECAY, WEIGHT, SLOPE_Z [b, t, h].
-    REVERSE: the adjoint of the state after each chunk, and before the first.  KEYS is C, VALUES and SLOPE_Z the gradients of numerator
-    and denominator, S0 and Z0 the gradients of the last state.
+    KEYS is B, VALUES is V, S0 and Z0 the state before the first token;  LOG_DECAY, WEIGHT, DIVISOR, SLOPE_Z [b, t, h].
+    REVERSE: the adjoint of the state after each chunk, and before the first.  KEYS is C, VALUES and SLOPE_Z the gradients of outputs and
+    denominator, DIVISOR what the outputs have been divided by, S0 and Z0 the gradients of the last state.
     The grid is (b h, tiles along p, tiles along n).
     """
     place = tl.program_id(0).to(tl.int64)
@@ -136,14 +142,14 @@ def walk(
             kept = tl.where(last == 0, kept, 0.0)
         if WEIGHTED and not REVERSE:
             keys *= _scalars(WEIGHT, rows, in_t)[None, :]
-        keys = keys.to(DOT)
-        values = tl.load(VALUES + rows[:, None] * P + p[None, :], mask=in_t[:, None] & in_p[None, :], other=0.0)
-        state = _dot(keys, values, state * kept[:, None], DOT, PRECISION)
         if NORMALIZE:
             if REVERSE:
-                total = total * kept + tl.sum(keys.to(tl.float32) * _scalars(SLOPE_Z, rows, in_t)[None, :], 1)
+                total = total * kept + tl.sum(keys * _scalars(SLOPE_Z, rows, in_t)[None, :], 1)
+                keys *= _inverses(DIVISOR, rows, in_t)[None, :]
             else:
-                total = total * kept + tl.sum(keys.to(tl.float32), 1)
+                total = total * kept + tl.sum(keys.to(DOT).to(tl.float32), 1)
+        values = tl.load(VALUES + rows[:, None] * P + p[None, :], mask=in_t[:, None] & in_p[None, :], other=0.0)
+        state = _dot(keys, values, state * kept[:, None], DOT, PRECISION)
     tl.store(S + place * N * P + cell, state, mask=inside)
     if NORMALIZE and tl.program_id(1) == 0:
         tl.store(Z + place * N + n, total, mask=in_n)
@@ -151,12 +157,14 @@ def walk(
 
 @triton.jit
 def outputs(
-    C, B, V, LOG_DECAY, WEIGHT, RESETS, PAIRS, STATES, STATES_Z, NUMERATOR, DENOMINATOR, seq_len, heads,
+    C, B, V, LOG_DECAY, WEIGHT, RESETS, PAIRS, STATES, STATES_Z, Y, DENOMINATOR, eps, seq_len, heads,
     N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, DECAYS: tl.constexpr, WEIGHTED: tl.constexpr, NORMALIZE: tl.constexpr,
     HAS_RESETS: tl.constexpr,
 ):  # fmt: skip
-    """C_t h_t, NUMERATOR [b, t, h, p], and C_t z_t, DENOMINATOR [b, t, h].  PAIRS is that of pairs_by_state, for decays by state.
+    """C_t h_t, divided by C_t z_t where there is one, Y [b, t, h, p], and C_t z_t itself, DENOMINATOR [b, t, h].
+
+    A denominator below eps in magnitude counts as eps of its sign.  PAIRS is that of pairs_by_state, for decays by state.
 
     The grid is (c, b h, tiles along p).
     """
@@ -197,15 +205,18 @@ def outputs(
     weights = weights.to(DOT)  # the same for the denominator: what it rounds off must be in both
     v = tl.load(V + rows[:, None] * P + p[None, :], mask=in_t[:, None] & in_p[None, :], other=0.0)
     numerator = _dot(weights, v, numerator * before[:, None], DOT, PRECISION)
-    tl.store(NUMERATOR + rows[:, None] * P + p[None, :], numerator, mask=in_t[:, None] & in_p[None, :])
-    if NORMALIZE and tl.program_id(2) == 0:
+    if NORMALIZE:
         denominator = denominator * before + tl.sum(weights.to(tl.float32), 1)
-        tl.store(DENOMINATOR + rows, denominator, mask=in_t)
+        if tl.program_id(2) == 0:
+            tl.store(DENOMINATOR + rows, denominator, mask=in_t)
+        floor = tl.where(denominator < 0, -eps, eps)
+        numerator /= tl.where(tl.abs(denominator) < eps, floor, denominator)[:, None]
+    tl.store(Y + rows[:, None] * P + p[None, :], numerator.to(Y.dtype.element_ty), mask=in_t[:, None] & in_p[None, :])
 
 
 @triton.jit
 def gradients_of_features(
-    C, B, V, LOG_DECAY, WEIGHT, RESETS, STATES, STATES_Z, SLOPE, SLOPE_Z, ADJOINTS, ADJOINTS_Z,
+    C, B, V, LOG_DECAY, WEIGHT, RESETS, STATES, STATES_Z, DIVISOR, SLOPE, SLOPE_Z, ADJOINTS, ADJOINTS_Z,
     GRAD_C, GRAD_B, GRAD_LOG, GRAD_LOG_NEXT, GRAD_WEIGHT, seq_len, heads,
     N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, DECAYS: tl.constexpr, WEIGHTED: tl.constexpr, NORMALIZE: tl.constexpr,
@@ -237,11 +248,11 @@ def gradients_of_features(
         if DECAYS == BY_HEAD:
             through += tl.sum(state.to(tl.float32) * adjoint.to(tl.float32), 1)
     if NORMALIZE:
-        slope_z = _scalars(SLOPE_Z, rows, in_t)
+        slope_z, inverse = _scalars(SLOPE_Z, rows, in_t), _inverses(DIVISOR, rows, in_t)
         total = tl.load(STATES_Z + start * N + n, mask=in_n, other=0.0)
         adjoint_z = tl.load(ADJOINTS_Z + start * N + n, mask=in_n, other=0.0)
-        slopes += slope_z[:, None]
-        grad_c += slope_z[:, None] * total[None, :]
+        slopes = slopes * inverse[:, None] + slope_z[:, None]
+        grad_c = grad_c * inverse[:, None] + slope_z[:, None] * total[None, :]
         grad_b += adjoint_z[None, :]
         through += total * adjoint_z
     high, low, after, before, whole = _sums(LOG_DECAY, rows, in_t, DECAYS)
@@ -283,9 +294,10 @@ def gradients_of_features(
 
 @triton.jit
 def gradients_of_values(
-    C, B, LOG_DECAY, WEIGHT, RESETS, PAIRS, SLOPE, ADJOINTS, GRAD_V, seq_len, heads,
+    C, B, LOG_DECAY, WEIGHT, RESETS, PAIRS, DIVISOR, SLOPE, ADJOINTS, GRAD_V, seq_len, heads,
     N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, DECAYS: tl.constexpr, WEIGHTED: tl.constexpr, HAS_RESETS: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, DECAYS: tl.constexpr, WEIGHTED: tl.constexpr, NORMALIZE: tl.constexpr,
+    HAS_RESETS: tl.constexpr,
 ):  # fmt: skip
     """GRAD_V [b, t, h, p].  The grid is (c, b h, tiles along p)."""
     chunk, place = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -316,6 +328,8 @@ def gradients_of_values(
         weights *= _pair_decays(high, low, numbers, DECAYS, HAS_RESETS)
     if HAS_RESETS:
         after = tl.where(numbers == last, after, 0.0)
+    if NORMALIZE:
+        weights *= _inverses(DIVISOR, rows, in_t)[:, None]
     in_row = in_t[:, None] & in_p[None, :]
     slope = tl.load(SLOPE + rows[:, None] * P + p[None, :], mask=in_row, other=0.0)
     grad_v = _dot(tl.trans(weights), slope, grad_v * after[:, None], DOT, PRECISION)
@@ -356,7 +370,7 @@ def pairs_by_state(
 
 @triton.jit
 def gradients_of_features_by_state(
-    C, B, V, LOG_DECAY, RESETS, STATES, STATES_Z, SLOPE, SLOPE_Z, ADJOINTS, ADJOINTS_Z, GRAD_C, GRAD_B, GRAD_LOG, seq_len, heads,
+    C, B, V, LOG_DECAY, RESETS, STATES, STATES_Z, DIVISOR, SLOPE, SLOPE_Z, ADJOINTS, ADJOINTS_Z, GRAD_C, GRAD_B, GRAD_LOG, seq_len, heads,
     N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, NORMALIZE: tl.constexpr, HAS_RESETS: tl.constexpr,
 ):  # fmt: skip
@@ -383,11 +397,11 @@ def gradients_of_features_by_state(
         grad_b = _dot(v, tl.trans(adjoint), grad_b, DOT, PRECISION)
         through += tl.sum(state.to(tl.float32) * adjoint.to(tl.float32), 1)
     if NORMALIZE:
-        slope_z = _scalars(SLOPE_Z, rows, in_t)
+        slope_z, inverse = _scalars(SLOPE_Z, rows, in_t), _inverses(DIVISOR, rows, in_t)
         total = tl.load(STATES_Z + start * N + n, mask=in_n, other=0.0)
         adjoint_z = tl.load(ADJOINTS_Z + start * N + n, mask=in_n, other=0.0)
-        slopes += slope_z[:, None]
-        grad_c += slope_z[:, None] * total[None, :]
+        slopes = slopes * inverse[:, None] + slope_z[:, None]
+        grad_c = grad_c * inverse[:, None] + slope_z[:, None] * total[None, :]
         grad_b += adjoint_z[None, :]
         through += total * adjoint_z
     in_feature, places = in_t[:, None] & in_n[None, :], rows[:, None] * N + n[None, :]

@@ -10,15 +10,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megahedge.kernels import triton_chunk_kernels as kernels
+from megahedge.kernels.normaliser import divisor_of, normalise
 from megahedge.kernels.problem import ScanInputs, ScanOutputs
 from megahedge.kernels.tiles import chunk_tile, state_chunk_tile
 from megahedge.kernels.triton_launch import like, on_device_of
 
 _LOG2_E = 1 / math.log(2)
-_PRODUCTS = {torch.bfloat16: (tl.bfloat16, "ieee"), torch.float16: (tl.float16, "ieee"), torch.float32: (tl.float32, "tf32x3")}
-"""Operands of matrix products by the dtype of V, and how fp32 is multiplied: by three products of its upper and lower halves, which keep
-its digits.  Where V has 16 bits, so have the operands; all sums are fp32."""
-_DTYPES = {tl.bfloat16: torch.bfloat16, tl.float16: torch.float16, tl.float32: torch.float32}
+_PRODUCTS = {torch.bfloat16: (tl.bfloat16, "ieee"), torch.float16: (tl.float32, "tf32"), torch.float32: (tl.float32, "tf32x3")}
+"""Operands of matrix products by the dtype of V, and how fp32 is multiplied.  V of 16 bits is multiplied in as many, but states outgrow
+fp16, whose precision TF32 has.  Else three products of upper and lower halves keep the digits of fp32.  All sums are fp32."""
+_DTYPES = {tl.bfloat16: torch.bfloat16, tl.float32: torch.float32}
 
 
 def run(inputs: ScanInputs) -> ScanOutputs:
@@ -39,11 +40,11 @@ def run(inputs: ScanInputs) -> ScanOutputs:
         elif weight is not None:
             B, weight = B * weight.unsqueeze(-1), None
     z = None if inputs.denominator is None else inputs.denominator.squeeze(-1)
-    outputs = _ChunkScan.apply(inputs.C, B, V, log_decay, weight, inputs.numerator, z, inputs.boundaries)
+    outputs = _ChunkScan.apply(inputs.C, B, V, log_decay, weight, inputs.numerator, z, inputs.boundaries, inputs.eps)
     if z is None:
         return outputs[0], None, outputs[1], None
-    numerator, denominator, h, z = outputs
-    return numerator, denominator.unsqueeze(-1), h, z.unsqueeze(-1)
+    y, denominator, h, z = outputs
+    return y, denominator.unsqueeze(-1), h, z.unsqueeze(-1)
 
 
 def _by_channel(inputs: ScanInputs) -> ScanOutputs:
@@ -52,10 +53,11 @@ def _by_channel(inputs: ScanInputs) -> ScanOutputs:
     columns, state = inputs.V * step, inputs.numerator
     if inputs.denominator is not None:
         columns, state = torch.cat((columns, step), dim=-1), torch.cat((state, inputs.denominator), dim=-1)
-    outputs, state = _ChunkScan.apply(inputs.C, inputs.B, columns, None, None, state, None, inputs.boundaries)
+    outputs, state = _ChunkScan.apply(inputs.C, inputs.B, columns, None, None, state, None, inputs.boundaries, inputs.eps)
     if inputs.denominator is None:
         return outputs, None, state, None
-    return tuple(part.contiguous() for x in (outputs, state) for part in x.split(widths, dim=-1))
+    numerator, denominator, h, z = (part.contiguous() for x in (outputs, state) for part in x.split(widths, dim=-1))
+    return normalise(numerator, denominator, inputs.eps), denominator, h, z
 
 
 class _ChunkScan(torch.autograd.Function):
@@ -63,41 +65,54 @@ class _ChunkScan(torch.autograd.Function):
     h [b, h, n, p], z [b, h, n], boundaries [b, t]; None for no decay, a weight of 1, no denominator, one document.  By state there is no
     weight.
 
-    Returns numerator [b, t, h, p] and denominator [b, t, h] and the last h and z; without z neither denominator nor z.
+    Returns y [b, t, h, p], divided by the denominators where there is z, these [b, t, h], and the last h and z; without z neither
+    denominators, which have no gradient of their own, nor z.
     """
 
     @staticmethod
-    def forward(ctx, C, B, V, log_decay, weight, h, z, boundaries):
+    def forward(ctx, C, B, V, log_decay, weight, h, z, boundaries, eps):
         tensors = [x if x is None else x.contiguous() for x in (C, B, V, log_decay, weight, h, z, boundaries)]
-        ctx.save_for_backward(*tensors)
-        return chunk_forward(*tensors)
+        y, denominator, *state = chunk_forward(*tensors, eps)
+        ctx.save_for_backward(*tensors, *((None, None) if z is None else (y, denominator)))
+        ctx.eps = eps
+        if z is None:
+            return y, state[0]
+        ctx.mark_non_differentiable(denominator)
+        return y, denominator, *state
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *slopes):
-        return *chunk_backward(*ctx.saved_tensors, *slopes), None
+    def backward(ctx, grad_y, *others):
+        *tensors, y, denominator = ctx.saved_tensors
+        adjoints = (others[0], None) if y is None else others[1:]
+        return *chunk_backward(*tensors, y, denominator, grad_y, *adjoints, ctx.eps), None, None
 
 
-def chunk_forward(C, B, V, log_decay, weight, h, z, boundaries) -> tuple[Tensor, ...]:
-    """See _ChunkScan; all contiguous."""
+def chunk_forward(C, B, V, log_decay, weight, h, z, boundaries, eps: float) -> tuple[Tensor | None, ...]:
+    """y, denominator and the last h and z: see _ChunkScan.  All inputs are contiguous."""
     launch = _ChunkLaunch(C, V, log_decay, weight, boundaries, z is not None)
-    states, states_z, last_h, last_z = launch.walk(B, V, None, h, z)
-    numerator, denominator = like(V), None if z is None else V.new_empty(V.shape[:3], dtype=torch.float32)
-    launch.outputs(C, B, V, launch.pairs(C, B), states, states_z, numerator, denominator)
-    return (numerator, last_h) if z is None else (numerator, denominator, last_h, last_z)
+    states, states_z, last_h, last_z = launch.walk(B, V, h, z)
+    y, denominator = torch.empty_like(V), None if z is None else V.new_empty(V.shape[:3], dtype=torch.float32)
+    launch.outputs(C, B, V, launch.pairs(C, B), states, states_z, y, denominator, eps)
+    return y, denominator, last_h, last_z
 
 
-def chunk_backward(C, B, V, log_decay, weight, h, z, boundaries, *slopes: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of C, B, V, log_decay, weight, h and z from those of what chunk_forward has returned."""
+def chunk_backward(
+    C, B, V, log_decay, weight, h, z, boundaries, y, denominator, grad_y, grad_h, grad_z, eps: float
+) -> tuple[Tensor | None, ...]:
+    """Gradients of C, B, V, log_decay, weight, h and z; y and denominator as chunk_forward has returned them."""
     launch = _ChunkLaunch(C, V, log_decay, weight, boundaries, z is not None)
-    slope, slope_z, grad_h, grad_z = slopes if z is not None else (slopes[0], None, slopes[1], None)
-    slope, slope_z, grad_h, grad_z = (x if x is None else x.contiguous() for x in (slope, slope_z, grad_h, grad_z))
-    states, states_z, _, _ = launch.walk(B, V, None, h, z)
-    adjoints, adjoints_z, grad_h, grad_z = launch.walk(C, slope, slope_z, grad_h, grad_z, reverse=True)
+    slope, grad_h, grad_z = (x if x is None else x.contiguous() for x in (grad_y, grad_h, grad_z))
+    divisor = slope_z = None
+    if z is not None:
+        divisor, small = divisor_of(denominator, eps)
+        slope_z = ((slope * y).sum(dim=-1, dtype=torch.float32) / divisor).neg_().masked_fill_(small, 0.0)
+    states, states_z, _, _ = launch.walk(B, V, h, z)
+    adjoints, adjoints_z, grad_h, grad_z = launch.walk(C, slope, grad_h, grad_z, divisor, slope_z, reverse=True)
     grad_C, grad_B, grad_V = like(C), like(B), like(V)
-    tangents = (states, states_z, slope, slope_z, adjoints, adjoints_z)
+    tangents = (states, states_z, divisor, slope, slope_z, adjoints, adjoints_z)
     grad_log, grad_weight = launch.gradients_of_features(C, B, V, tangents, grad_C, grad_B)
-    launch.gradients_of_values(C, B, launch.pairs(C, B), slope, adjoints, grad_V)
+    launch.gradients_of_values(C, B, launch.pairs(C, B), divisor, slope, adjoints, grad_V)
     return grad_C, grad_B, grad_V, grad_log, grad_weight, grad_h, grad_z
 
 
@@ -109,7 +124,7 @@ class _ChunkLaunch:
         head_dim = V.shape[-1]
         self._log_decay, self._weight, self._boundaries = log_decay, weight, boundaries
         self._by_state = log_decay is not None and log_decay.dim() == 4
-        self._tile = tile = state_chunk_tile(state_size, head_dim) if self._by_state else chunk_tile(state_size, head_dim)
+        self._tile = tile = (state_chunk_tile if self._by_state else chunk_tile)(state_size, head_dim, V.dtype)
         self._tiles_p, self._tiles_n = -(-head_dim // tile.channels), -(-state_size // tile.states)
         self._chunks = -(-self._seq_len // tile.tokens)
         dot, precision = _PRODUCTS[V.dtype]
@@ -120,12 +135,22 @@ class _ChunkLaunch:
         self._kind = {"DECAYS": decays, "WEIGHTED": weight is not None}
         self._normalize, self._resets = {"NORMALIZE": normalize}, {"HAS_RESETS": boundaries is not None}
 
-    def walk(self, keys: Tensor, values: Tensor, slope_z: Tensor | None, h: Tensor, z: Tensor | None, *, reverse: bool = False):
+    def walk(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        h: Tensor,
+        z: Tensor | None,
+        divisor: Tensor | None = None,
+        slope_z: Tensor | None = None,
+        *,
+        reverse: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """The states before each chunk and the last one, or with `reverse` the adjoints after each and the first: h and z of all, h, z."""
         lead = (self._batch, self._heads, self._chunks)
         states, last = h.new_empty(*lead, *h.shape[2:], dtype=self._states_dtype), like(h)
         states_z, last_z = (None, None) if z is None else (z.new_empty(*lead, z.shape[-1], dtype=torch.float32), like(z))
-        tensors = (keys, values, self._log_decay, self._weight, self._boundaries, slope_z, h, z, states, states_z, last, last_z)
+        tensors = (keys, values, self._log_decay, self._weight, self._boundaries, divisor, slope_z, h, z, states, states_z, last, last_z)
         constants = self._sizes | self._products | self._kind | self._normalize | self._resets | {"REVERSE": reverse}
         self._launch(kernels.walk, (self._batch * self._heads, self._tiles_p, self._tiles_n), tensors, constants)
         return states, states_z, last, last_z
@@ -140,9 +165,9 @@ class _ChunkLaunch:
         self._launch(kernels.pairs_by_state, grid, (C, B, self._log_decay, self._boundaries, pairs), constants)
         return pairs
 
-    def outputs(self, C: Tensor, B: Tensor, V: Tensor, pairs: Tensor | None, *states_and_outputs: Tensor | None) -> None:
-        """Fill numerator and denominator."""
-        tensors = (C, B, V, self._log_decay, self._weight, self._boundaries, pairs, *states_and_outputs)
+    def outputs(self, C: Tensor, B: Tensor, V: Tensor, pairs: Tensor | None, states, states_z, y, denominator, eps: float) -> None:
+        """Fill y and denominator."""
+        tensors = (C, B, V, self._log_decay, self._weight, self._boundaries, pairs, states, states_z, y, denominator, eps)
         constants = self._sizes | self._products | self._kind | self._normalize | self._resets
         self._launch(kernels.outputs, self._of_chunks(self._tiles_p), tensors, constants)
 
@@ -166,16 +191,16 @@ class _ChunkLaunch:
             grad_log += grad_log_next.roll(1, dims=1).masked_fill_(starts[:, None], 0.0)
         return grad_log, grad_weight
 
-    def gradients_of_values(self, C: Tensor, B: Tensor, pairs: Tensor | None, slope: Tensor, adjoints: Tensor, grad_V: Tensor) -> None:
-        """Fill that of V."""
-        tensors = (C, B, self._log_decay, self._weight, self._boundaries, pairs, slope, adjoints, grad_V)
-        constants = self._sizes | self._products | self._kind | self._resets
+    def gradients_of_values(self, C: Tensor, B: Tensor, pairs: Tensor | None, *tangents_and_gradient: Tensor | None) -> None:
+        """Fill that of V; before it come divisor, slope and adjoints."""
+        tensors = (C, B, self._log_decay, self._weight, self._boundaries, pairs, *tangents_and_gradient)
+        constants = self._sizes | self._products | self._kind | self._normalize | self._resets
         self._launch(kernels.gradients_of_values, self._of_chunks(self._tiles_p), tensors, constants)
 
     def _of_chunks(self, tiles: int) -> tuple[int, int, int]:
         """The grid of kernels that work on all chunks at once."""
         return self._chunks, self._batch * self._heads, tiles
 
-    def _launch(self, kernel, grid: tuple[int, ...], tensors: tuple[Tensor | None, ...], constants: dict) -> None:
+    def _launch(self, kernel, grid: tuple[int, ...], tensors: tuple[Tensor | float | None, ...], constants: dict) -> None:
         with on_device_of(tensors[0]):
             kernel[grid](*tensors, self._seq_len, self._heads, **constants, num_warps=self._tile.warps, num_stages=self._tile.stages)

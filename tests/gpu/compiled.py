@@ -85,7 +85,7 @@ def _launch(kernel: JITFunction, arguments: tuple, constants: dict, warps: int, 
         if isinstance(value, torch.Tensor):
             signature[name] = _TYPES[value.dtype]
         elif name not in constants and value is not None:
-            signature[name] = "i32"
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
     fixed = {name: value for name, value in values.items() if name not in signature}
     return Launch(kernel, tuple(signature.items()), tuple(fixed.items()), warps, stages)
 

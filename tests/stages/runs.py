@@ -79,6 +79,7 @@ def stage_options(folder: Path, run: StageRun) -> dict:
         return arguments(folder, run.name, train_tokens=TEACHER_STEPS * TOKENS_PER_STEP) | _with_places(folder, run.changes)
     recipe = read_recipe(run.recipe)[f"stage{run.stage}"]
     sizes = {"train_tokens": STEPS * TOKENS_PER_STEP, "eval_interval": HALF, "save_interval": HALF, "recipe": run.recipe}
+    sizes |= {"micro_batch_size": 4}  # two passes a step on one replica, one on two: most of the time of these runs is passes
     if run.stage == 1:
         rates = {"teacher": TEACHER, "lr": 1e-2}
     else:
