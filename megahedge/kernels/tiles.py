@@ -37,11 +37,6 @@ def channel_tile(state_size: int, head_dim: int) -> ChannelTile:
     return ChannelTile(states, channels, max(1, states * channels // (_STATES_PER_THREAD * WARP)))
 
 
-def _power_of_2(size: int) -> int:
-    """The smallest that is not below `size`."""
-    return 1 << (size - 1).bit_length()
-
-
 @dataclasses.dataclass(frozen=True)
 class ChunkTile:
     """Of the kernels that work on chunks of tokens by matrix products: tokens of a chunk, states and channels of a tile, and warps."""
@@ -55,14 +50,23 @@ class ChunkTile:
 
 
 def chunk_tile(state_size: int, head_dim: int, dtype: torch.dtype) -> ChunkTile:
-    """Chunks of 64 tokens, or of 32 where V is fp32, as three products for one take more registers.
-
-    Tiles of at most 64 by 64, at least of 16 by 16, which a matrix product needs.
-    """
-    tokens = 64 if dtype == torch.bfloat16 else 32
-    return ChunkTile(tokens, max(16, min(64, _power_of_2(state_size))), max(16, min(64, _power_of_2(head_dim))), 8, 2)
+    """Chunks of 64 tokens, or of 32 where V is no bf16, as three products for one take more registers."""
+    return ChunkTile(64 if dtype == torch.bfloat16 else 32, _side(state_size), _side(head_dim), 8, 2)
 
 
 def state_chunk_tile(state_size: int, head_dim: int, dtype: torch.dtype) -> ChunkTile:
     """Chunks of 16 tokens, the shortest that products of matrices take, since each pair of tokens costs an exponential for each n."""
     return dataclasses.replace(chunk_tile(state_size, head_dim, dtype), tokens=16, warps=4)
+
+
+def _side(size: int) -> int:
+    """Of a tile: 16, which a matrix product needs at least, 32 or 64, the largest that divides the size, or the smallest that covers it."""
+    for side in (64, 32, 16):
+        if size % side == 0:
+            return side
+    return max(16, min(64, _power_of_2(size)))
+
+
+def _power_of_2(size: int) -> int:
+    """The smallest that is not below `size`."""
+    return 1 << (size - 1).bit_length()

@@ -88,10 +88,13 @@ def inputs(case, seed=0):
     return tensors, boundaries
 
 
-def run_backend(backend, case, dtype=torch.float64, seed=0, **options):
-    """Outputs y, state and the gradient of every input, by name."""
-    tensors, boundaries = inputs(case, seed)
-    leaves = {name: x.to(dtype).requires_grad_() for name, x in tensors.items()}
+def run_backend(backend, case, dtype=torch.float64, seed=0, *, tensors=None, dtypes=(), **options):
+    """Outputs y, state and the gradient of every input, by name.
+
+    tensors: instead of those of `inputs`;  dtypes: of inputs that have another than `dtype`.
+    """
+    made, boundaries = inputs(case, seed)
+    leaves = {name: x.to(dict(dtypes).get(name, dtype)).requires_grad_() for name, x in (tensors or made).items()}
     arguments = dict(leaves)
     state = (arguments.pop("numerator", None), arguments.pop("denominator", None))
     initial = ScanState(*state) if case.initial else None

@@ -1,0 +1,111 @@
+"""`TRITON_INTERPRET=1 python -m tests.kernels.interpreted NAME`: scans of one kind by Triton kernels run in Python, against the oracle.
+
+A process of its own, since Triton decides when the kernels are imported whether it interprets or compiles them.
+"""
+
+import sys
+from unittest import mock
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+from megahedge.kernels import triton_backend
+from tests.kernels.problems import Case, assert_close, inputs, run_backend, run_oracle
+
+FP32 = 1e-5
+"""By norm; seen are 1e-6 and less."""
+BF16 = 2e-2
+"""Operands of 8 bits, and y is rounded to as many."""
+
+
+def _sized(structure, step_axis, seq_len, state_size, **changes):
+    sizes = {"seq_len": seq_len, "state_size": state_size, "head_dim": state_size // 2, "batch": 1, "num_heads": 1}
+    return Case(structure, step_axis, **sizes | changes)
+
+
+GROUPS = {
+    "channel": [
+        Case("channel", "channel", seq_len=71, state_size=8, head_dim=4, num_heads=1),
+        Case("channel", "state", seq_len=40, state_size=8, head_dim=4, num_heads=2),
+        Case("channel", None, seq_len=33, state_size=6, head_dim=5, one_rate=True, initial=False),
+        Case("channel", "shared", seq_len=33, state_size=6, head_dim=5, normalize=False, largest_rate=30.0),
+        Case("head", "channel", seq_len=33, state_size=6, head_dim=5, documents=False),
+        Case("state", "channel", seq_len=1, state_size=6, head_dim=5),
+    ],
+    "channel-sizes": [
+        _sized("channel", "channel", 35, 64, largest_rate=20.0),
+        _sized("channel", "channel", 9, 128),
+        _sized("channel", "channel", 7, 160),
+        _sized("channel", "state", 3, 512),
+    ],
+    "none": [
+        Case("none", None, seq_len=131, state_size=20, head_dim=5),
+        Case("none", "shared", seq_len=65, state_size=16, head_dim=16, normalize=False),
+        Case("none", "state", seq_len=35, state_size=20, head_dim=5, documents=False),
+        Case("none", "channel", seq_len=35, state_size=20, head_dim=5),
+        Case("none", "channel", seq_len=1, state_size=20, head_dim=5, normalize=False),
+        *(_sized("none", None, 37, n) for n in (64, 128, 160, 512)),
+    ],
+    "head": [
+        Case("head", "shared", seq_len=131, state_size=20, head_dim=5),
+        Case("head", None, seq_len=70, state_size=20, head_dim=5, largest_rate=5.0, one_rate=True),
+        Case("head", "shared", seq_len=35, state_size=16, head_dim=16, normalize=False, initial=False, documents=False, largest_rate=30.0),
+        Case("head", "shared", seq_len=2, state_size=16, head_dim=16),
+        *(_sized("head", "shared", 67, n, largest_rate=5.0) for n in (64, 128, 160, 512)),
+    ],
+    "state": [
+        Case("state", "state", seq_len=51, state_size=20, head_dim=5),
+        Case("state", "shared", seq_len=33, state_size=16, head_dim=16, one_rate=True),
+        Case("state", None, seq_len=35, state_size=16, head_dim=16, largest_rate=5.0, num_heads=1, initial=False),
+        Case("state", "state", seq_len=35, state_size=16, head_dim=16, largest_rate=30.0, num_heads=1, normalize=False),
+        Case("head", "state", seq_len=17, state_size=20, head_dim=5, normalize=False, documents=False),
+        *(_sized("state", "state", 19, n, largest_rate=5.0) for n in (64, 128, 160, 512)),
+    ],
+    "16-bits": [],  # see _check_16_bits
+}
+
+
+def _check_16_bits() -> None:
+    """V in bf16 and fp16: y has its dtype, states and the gradients of what is fp32 stay fp32."""
+    kinds = (("none", None), ("head", "shared"), ("state", "state"), ("channel", "channel"))
+    with mock.patch.object(triton_backend, "_interpretable", lambda inputs: inputs), _products_of_bf16():
+        for case in (Case(*kind, seq_len=70, state_size=32, head_dim=16, num_heads=1) for kind in kinds):
+            for dtype in (torch.bfloat16, torch.float16):
+                rounded = {name: x.to(dtype).double() if name == "V" else x for name, x in inputs(case)[0].items()}
+                results = run_backend("triton", case, torch.float32, tensors=rounded, dtypes={"V": dtype})
+                assert results["y"].dtype == results["grad V"].dtype == dtype
+                assert all(x.dtype == torch.float32 for name, x in results.items() if name not in ("y", "grad V"))
+                assert_close(results, run_backend("reference", case, tensors=rounded), BF16)
+
+
+def _products_of_bf16():
+    """Within `with`, the interpreter multiplies bf16 as a GPU does, where that of Triton 3.7 takes its bits for whole numbers."""
+    original = interpreter.InterpreterBuilder.create_dot
+
+    def widened(operand):
+        if operand.dtype.scalar != tl.bfloat16:
+            return operand
+        data = (operand.data.astype(np.uint32) << 16).view(np.float32)
+        return interpreter.TensorHandle(data, tl.float32)
+
+    def create_dot(self, a, b, *others):
+        return original(self, widened(a), widened(b), *others)
+
+    return mock.patch.object(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+def main() -> None:
+    (name,) = sys.argv[1:]
+    for case in GROUPS[name]:
+        results = run_backend("triton", case, torch.float32)
+        # the oracle's memory grows with seq_len^2
+        assert_close(results, run_oracle(case) if case.state_size < 64 else run_backend("reference", case), FP32)
+        print("ok", case, flush=True)
+    if name == "16-bits":
+        _check_16_bits()
+
+
+if __name__ == "__main__":
+    main()
