@@ -15,6 +15,7 @@ LAYERS = [
     {"evaluation"},
     {"training", "tables"},
     {"stages"},
+    {"doctor"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -108,11 +108,17 @@ def describe(counts: SplitMeta) -> str:
 
 def eod_density(dataset: IndexedDataset, eod_id: int) -> str:
     """How often the token that ends documents occurs, told from blocks spread over the data."""
+    seen, found = count_eod(dataset, eod_id)
+    tokens = f"all {seen} tokens" if seen == dataset.num_tokens else f"{seen} tokens looked at"
+    return f"one in {seen / found:.0f} of {tokens}" if found else f"none in {tokens}"
+
+
+def count_eod(dataset: IndexedDataset, eod_id: int) -> tuple[int, int]:
+    """How many tokens were looked at, in blocks spread over the data, and how many of them end a document."""
     seen = found = 0
     for tokens in _sampled(dataset):
         seen, found = seen + len(tokens), found + int(np.count_nonzero(tokens == eod_id))
-    tokens = f"all {seen} tokens" if seen == dataset.num_tokens else f"{seen} tokens looked at"
-    return f"one in {seen / found:.0f} of {tokens}" if found else f"none in {tokens}"
+    return seen, found
 
 
 def _sampled(dataset: IndexedDataset) -> Iterator[np.ndarray]:

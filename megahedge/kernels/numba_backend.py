@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from megahedge.kernels.loop import CHECKPOINT_INTERVAL, weighted_inputs
 from megahedge.kernels.problem import Backend, Problem, ScanInputs, ScanOutputs
 from megahedge.utils.logging import get_logger
+from megahedge.utils.packages import import_fault
 
 
 def supports(problem: Problem) -> str | None:
@@ -33,7 +34,7 @@ def load_sweeps() -> ModuleType | str:
     try:
         from megahedge.kernels import numba_sweeps
     except Exception as error:  # whatever a broken wheel raises
-        return f"numba cannot be imported ({type(error).__name__}: {error}); pip install numba"
+        return import_fault("numba", error)
     if not any(Path(numba_sweeps.forward.stats.cache_path).glob("numba_sweeps*.nbi")):
         get_logger("kernels").info("numba compiles the scan at its first use in an environment, for about half a minute")
     return numba_sweeps

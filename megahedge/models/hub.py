@@ -51,6 +51,17 @@ def was_downloaded(name: str) -> bool:
         return False
 
 
+def find_local(name_or_folder: str, revision: str | None = None) -> Path | None:
+    """The folder of a model that is on this machine, by its place or in the hub's cache; None where it would have to be downloaded."""
+    folder = Path(os.path.expanduser(name_or_folder))
+    if os.path.exists(folder):
+        return resolve_pretrained(name_or_folder, revision)
+    try:
+        return Path(huggingface_hub.snapshot_download(name_or_folder, revision=revision, local_files_only=True))
+    except (huggingface_hub.utils.HFValidationError, huggingface_hub.utils.LocalEntryNotFoundError):
+        return None
+
+
 def _download(name: str, revision: str | None) -> Path:
     """Snapshot with safetensors weights, or with .bin weights where the revision has no others.
 

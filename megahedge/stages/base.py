@@ -4,16 +4,15 @@ import abc
 import contextlib
 import dataclasses
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from megahedge.checkpoint.store import Checkpoint, complete_checkpoints
+from megahedge.checkpoint.store import Checkpoint
 from megahedge.config.model import ModelConfig
-from megahedge.config.options import BatchPlan, TrainOptions, plan_batches
+from megahedge.config.options import BatchPlan, DataOptions, TrainOptions, plan_batches
 from megahedge.config.published import known_gpu
 from megahedge.data.blending import parse_data_path
 from megahedge.data.index_cache import ArrayCache, check_ids
@@ -25,7 +24,15 @@ from megahedge.models.hf_weights import PretrainedWeights, weights_digest
 from megahedge.models.language_model import LanguageModel
 from megahedge.parallel.sharding import full_numel
 from megahedge.parallel.topology import TensorParallel, Topology
-from megahedge.training.checkpointing import Extras, Progress, checkpoint_bytes, find_checkpoint, load_student, restore_optimizer
+from megahedge.training.checkpointing import (
+    Extras,
+    Progress,
+    checkpoint_bytes,
+    find_checkpoint,
+    load_student,
+    missing_room,
+    restore_optimizer,
+)
 from megahedge.training.distributed import check_device, init_distributed, on_first_rank, tell_of_lost_ranks
 from megahedge.training.ds_config import load_ds_config, merge_ds_config, zero_stage
 from megahedge.training.engine import TrainingEngine
@@ -36,7 +43,7 @@ from megahedge.training.signals import StopSignal
 from megahedge.training.watch import SilenceWatch
 from megahedge.utils.errors import InputError
 from megahedge.utils.logging import get_logger, global_rank
-from megahedge.utils.units import format_bytes, format_count
+from megahedge.utils.units import format_count
 from megahedge.utils.words import divisors, either
 
 logger = get_logger(__name__)
@@ -136,7 +143,7 @@ def plan_run(
     digest = _check_data(options, model, tokenizer, tokenizer_source)
     mark, mmap = options.reset_at_documents, options.mmap
     validation = ValidationData(
-        _find_validation(options), options.seq_len, options.eval_tokens, model.vocab_size, mark_documents=mark, mmap=mmap
+        find_validation(options), options.seq_len, options.eval_tokens, model.vocab_size, mark_documents=mark, mmap=mmap
     )
     data = TrainingData(options.data_path, options.seq_len, options.seed, options.index_cache_dir, mmap=mmap)
     if options.reset_at_documents:
@@ -159,7 +166,8 @@ def _check_foreign_ids(plan: Plan) -> None:
             check_ids(dataset, plan.model.vocab_size, cache)
 
 
-def _find_validation(options: TrainOptions) -> str:
+def find_validation(options: DataOptions) -> str:
+    """Prefix of the pair that evaluations score.  Raises InputError where there is none."""
     if options.val_data_path is not None:
         return find_split(options.val_data_path, "val")
     try:
@@ -173,13 +181,18 @@ def _check_data(options: TrainOptions, model: ModelConfig, tokenizer, tokenizer_
 
     Data of other programs has no meta to ask; its ids are looked at when the run starts.
     """
-    largest_id = max(tokenizer.get_vocab().values())
-    if largest_id >= model.vocab_size:
-        raise InputError(f"{tokenizer_source} has token ids up to {largest_id}; the model has vocab_size={model.vocab_size}")
+    check_vocabulary(model, tokenizer, tokenizer_source)
     digest = tokenizer_digest(tokenizer)
     for meta in filter(None, map(load_meta, _corpora(options))):
         check_tokenizer(meta, digest, tokenizer_source, tokenizer)
     return digest
+
+
+def check_vocabulary(model: ModelConfig, tokenizer, tokenizer_source: str) -> None:
+    """Raise InputError where a token of the tokenizer has no embedding."""
+    largest_id = max(tokenizer.get_vocab().values())
+    if largest_id >= model.vocab_size:
+        raise InputError(f"{tokenizer_source} has token ids up to {largest_id}; the model has vocab_size={model.vocab_size}")
 
 
 def _corpora(options: TrainOptions) -> list[str]:
@@ -254,15 +267,10 @@ def _run(stage_type: type[Stage], plan: Plan, topology: Topology, stop: StopSign
 
 
 def _check_room(plan: Plan, stage: Stage) -> None:
-    """Warn where the disk has no room for the checkpoints to come.  Each is looked at again before it is written."""
-    options, size = plan.options, checkpoint_bytes(stage.student)
-    # one more than are kept, as an old one goes when the new one is whole
-    coming = options.keep_last + options.keep_best + 1 - len(complete_checkpoints(plan.run.checkpoints))
-    free = shutil.disk_usage(plan.run.path).free
-    if free < coming * size:
-        kept = f"--keep_last={options.keep_last}{' with --keep_best' if options.keep_best else ''}"
-        text = "a checkpoint takes %s, and %s needs room for %d more; %s has %s free: make room, or saves will fail"
-        logger.warning(text, format_bytes(size), kept, coming, plan.run.path, format_bytes(free))
+    """Warn where the disk has no room for the checkpoints to come."""
+    shortage = missing_room(plan.run.checkpoints, checkpoint_bytes(stage.student), plan.options)
+    if shortage:
+        logger.warning("%s", shortage)
 
 
 def _peak_tflops(options: TrainOptions, device: torch.device) -> float | None:
@@ -383,12 +391,11 @@ def print_header(name: str, plan: Plan, stage: Stage | None = None) -> None:
     all_tokens = options.train_steps * options.tokens_per_step
     rows = {
         "run": f"{name} in {plan.run.path}",
-        "model": f"{model.family}, {model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads of {model.head_dim}, "
-        f"vocabulary {model.vocab_size}",
+        "model": describe_model(model),
         "mixer": model.mixer.describe(),
-        "data": "; ".join(_describe(index.dataset, plan.eod_id) for index in plan.data.indices),
+        "data": "; ".join(describe_data(index.dataset, plan.eod_id) for index in plan.data.indices),
         "epochs": ", ".join(f"{count:.3g}" for count in plan.data.epochs(options.train_steps * options.global_batch_size)),
-        "validation": f"{_describe(plan.validation.dataset, plan.eod_id)}, {format_count(plan.validation.num_scored_tokens)} scored",
+        "validation": f"{describe_data(plan.validation.dataset, plan.eod_id)}, {format_count(plan.validation.num_scored_tokens)} scored",
         "tokenizer": f"{plan.tokenizer_source} (digest {plan.tokenizer_digest[:12]})",
         "steps": f"{options.train_steps} of {options.global_batch_size} × {options.seq_len} tokens, {all_tokens} in all",
         "batch": f"micro {batches.micro_batch_size} × accumulation {batches.accumulation_steps} × dp {batches.dp_size}",
@@ -404,7 +411,16 @@ def print_header(name: str, plan: Plan, stage: Stage | None = None) -> None:
         _print_parameters(stage, options.print_trainable)
 
 
-def _describe(dataset: IndexedDataset, eod_id: int | None) -> str:
+def describe_model(model: ModelConfig) -> str:
+    """Family and sizes."""
+    return (
+        f"{model.family}, {model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads of {model.head_dim}, "
+        f"vocabulary {model.vocab_size}"
+    )
+
+
+def describe_data(dataset: IndexedDataset, eod_id: int | None) -> str:
+    """Place, counts, density of EOD where that is known, and digest."""
     counts = f"{format_count(dataset.num_tokens)} tokens, {format_count(dataset.num_documents)} documents"
     eod = "" if eod_id is None else f", EOD {eod_density(dataset, eod_id)}"
     return f"{dataset.prefix} ({counts}{eod}, digest {dataset.index_digest[:12]})"

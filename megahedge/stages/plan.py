@@ -27,6 +27,7 @@ from megahedge.utils.words import divisors, either
 GIB = 1 << 30
 RESERVED_GIB = 1.5
 """Of each GPU for CUDA's context, NCCL and cuBLAS; assumed."""
+RESERVED_BYTES = int(RESERVED_GIB * GIB)
 SECONDS_PER_OPERATION = 5e-6
 """Of a torch operation that is launched from Python and does next to nothing; assumed."""
 

@@ -26,10 +26,12 @@ from megahedge.checkpoint.store import (
     rotate,
     step_of,
 )
+from megahedge.config.options import RunOptions
 from megahedge.parallel.sharding import full_numel, load_parameters
 from megahedge.training.distributed import on_first_rank
 from megahedge.training.engine import MOMENTS, TrainingEngine
 from megahedge.utils.errors import InputError
+from megahedge.utils.files import free_bytes
 from megahedge.utils.logging import get_logger, log_agreed
 from megahedge.utils.units import format_bytes
 
@@ -98,6 +100,23 @@ def save_checkpoint(
 def checkpoint_bytes(student: nn.Module) -> int:
     """Size of a checkpoint, but for its manifest and what a stage adds: fp32 parameters, and two moments of those that train."""
     return sum(4 * full_numel(parameter) * (3 if parameter.requires_grad else 1) for parameter in student.parameters())
+
+
+def missing_room(root: Path, size: int, options: RunOptions) -> str | None:
+    """What to tell where the disk has no room for the checkpoints to come in the folder `root`; None where it has.
+
+    size: of one checkpoint in bytes.  Each is looked at again before it is written.
+    """
+    # one more than are kept, as an old one goes when the new one is whole
+    coming = options.keep_last + options.keep_best + 1 - len(complete_checkpoints(root))
+    free = free_bytes(root)
+    if free >= coming * size:
+        return None
+    kept = f"--keep_last={options.keep_last}{' with --keep_best' if options.keep_best else ''}"
+    return (
+        f"a checkpoint takes {format_bytes(size)}, and {kept} needs room for {coming} more; {root.parent} has {format_bytes(free)} free: "
+        "make room, or saves will fail"
+    )
 
 
 class BestCheckpoint:

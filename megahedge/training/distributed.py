@@ -18,7 +18,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 from megahedge.parallel.topology import Topology
 from megahedge.training.op_builds import prepare_op_builds
 from megahedge.utils.errors import InputError, RunError
-from megahedge.utils.logging import get_logger
+from megahedge.utils.files import free_bytes
+from megahedge.utils.logging import get_logger, log_once_a_node
+from megahedge.utils.units import format_bytes
 from megahedge.utils.words import divisors, either
 
 logger = get_logger(__name__)
@@ -33,6 +35,10 @@ _PLACE, _GONE, _ASKED = "megahedge/place/", "megahedge/gone/", "megahedge/asked/
 _SECONDS_TO_LOOK_FOR_LOST = 3.0
 """Less than a launcher leaves the ranks to end by themselves."""
 SHARED_MEMORY = Path("/dev/shm")
+_SHARED_BUFFER_BYTES, _NCCL_SHARED_BYTES = 67 << 20, 1 << 30
+"""Shared memory of each rank for DeepSpeed's reductions on a CPU; of a node for NCCL, as NVIDIA advises to give containers."""
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+"""How torchrun, DeepSpeed and Slurm tell the ranks of a node."""
 FOR_USERS = (InputError, RunError)
 DISK_ERRORS = (OSError, SafetensorError)  # safetensors tells of a full disk by an exception of its own
 
@@ -43,9 +49,7 @@ def init_distributed(tp_size: int) -> Topology:
     Raises InputError where tp_size does not divide the number of processes, or the environment is incomplete; before any process
     waits for another.  Raises RunError where the ranks cannot meet.
     """
-    if not dist.is_initialized():
-        _complete_environment()
-        _check_environment()
+    describe_job()
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size % tp_size:
         raise InputError(f"--tp_size={tp_size} does not divide the number of processes {world_size}; use {either(divisors(world_size))}")
@@ -54,22 +58,48 @@ def init_distributed(tp_size: int) -> Topology:
     import deepspeed
 
     if torch.cuda.is_available():
-        torch.cuda.set_device(_own_gpu(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()))
+        torch.cuda.set_device(own_gpu())
     if world_size > 1 and not dist.is_initialized():
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         logger.info("rank 0 of %d: waiting at %s for the others", world_size, where)
+    shortage = missing_shared_memory(num_local_ranks()) if world_size > 1 else None
+    if shortage is not None:
+        log_once_a_node(logger, logging.WARNING, shortage)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     try:
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=TIMEOUT)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        reason = "another job has this port" if "EADDRINUSE" in str(error) else str(error).splitlines()[0]
-        advice = "give the launcher another --master_port, or set MASTER_ADDR to a name or address that all nodes reach"
-        raise RunError(f"the ranks cannot meet at {address}: {reason}; {advice}") from None
+        raise cannot_meet(error) from None
     _tell_where_i_am()
     if backend == "gloo":
         _unname_shared_buffer()
     return Topology.create(tp_size)
+
+
+def cannot_meet(error: Exception) -> RunError:
+    """What to tell of ranks that do not find each other, from what torch's store says."""
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    reason = "another job has this port" if "EADDRINUSE" in str(error) else str(error).splitlines()[0]
+    advice = "give the launcher another --master_port, or set MASTER_ADDR to a name or address that all nodes reach"
+    return RunError(f"the ranks cannot meet at {address}: {reason}; {advice}")
+
+
+def num_local_ranks() -> int:
+    """Ranks of the job on this node; all of them where the launcher does not tell."""
+    told = [int(os.environ[name]) for name in (*_LOCAL_SIZES, "WORLD_SIZE") if os.environ.get(name, "").isdecimal()]
+    return min(told[0], int(os.environ.get("WORLD_SIZE", 1))) if told else 1  # a shell of Slurm's may tell of tasks that are none of ours
+
+
+def missing_shared_memory(processes: int) -> str | None:
+    """What to tell where so many processes of this node have too little shared memory to train together, which would end them by SIGBUS."""
+    needed = _NCCL_SHARED_BYTES if torch.cuda.is_available() else processes * _SHARED_BUFFER_BYTES
+    free = free_bytes(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else 0
+    if free >= needed:
+        return None
+    return (
+        f"{SHARED_MEMORY} has {format_bytes(free)} free, and {processes} processes on one machine want {format_bytes(needed)}; give the "
+        "container more: --shm-size or --ipc=host"
+    )
 
 
 def _unname_shared_buffer() -> None:
@@ -80,6 +110,13 @@ def _unname_shared_buffer() -> None:
     dist.barrier()  # all ranks have opened it by now
     address = "_".join((str(os.getuid()), *(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")), str(dist.get_rank())))
     (SHARED_MEMORY / f"deepspeed_allreduce_buffer_{address}").unlink(missing_ok=True)
+
+
+def describe_job() -> None:
+    """Let the environment describe a job of one process where it describes none.  Raises InputError where it describes one badly."""
+    if not dist.is_initialized():
+        _complete_environment()
+        _check_environment()
 
 
 def _complete_environment() -> None:
@@ -106,8 +143,13 @@ def _check_environment() -> None:
         raise InputError(f"the environment says MASTER_PORT={numbers['MASTER_PORT']}; ports go from 1 to 65535")
 
 
+def own_gpu() -> int:
+    """Number of this rank's GPU among those that it sees.  Raises InputError where there is none for it."""
+    return _own_gpu(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count())
+
+
 def _own_gpu(local_rank: int, visible: int) -> int:
-    """Number of this rank's GPU among those that it sees: where the scheduler shows each rank its own alone, that one."""
+    """Where the scheduler shows each rank its own GPU alone, that one."""
     if local_rank < visible:
         return local_rank
     if visible == 1:

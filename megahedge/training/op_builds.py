@@ -21,12 +21,22 @@ STALE_SECONDS = 300
 
 def prepare_op_builds() -> None:
     """Settle where operators are kept, wait for builds by others, and tell of the one to come."""
-    if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
-        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
+    _settle_root()
     _prefer_own_ninja()
     await_op_builds()
-    if not any(_root().glob("**/*.so")):
+    if not is_anything_built():
         logger.info("DeepSpeed compiles a communication helper at its first start in an environment, for about a minute")
+
+
+def _settle_root() -> None:
+    if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
+
+
+def is_anything_built() -> bool:
+    """Whether an earlier start in this environment has compiled what DeepSpeed needs."""
+    _settle_root()
+    return any(_root().glob("**/*.so"))
 
 
 def _prefer_own_ninja() -> None:

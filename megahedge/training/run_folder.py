@@ -17,7 +17,7 @@ from pathlib import Path
 from megahedge.checkpoint.store import best_checkpoint, complete_checkpoints
 from megahedge.config.options import TrainOptions
 from megahedge.utils.errors import InputError, RunError
-from megahedge.utils.files import file_lock, is_temporary_file, read_json, remove_temporary_files, write_json
+from megahedge.utils.files import NO_LOCKS, file_lock, is_temporary_file, read_json, remove_temporary_files, write_json
 from megahedge.utils.logging import get_logger
 from megahedge.utils.versions import code_version, package_versions
 
@@ -106,6 +106,11 @@ class RunFolder:
                     break
                 except BlockingIOError:
                     problem = f"--output_dir={self.path} is in use by another job"
+                except OSError as error:
+                    if error.errno not in NO_LOCKS:
+                        raise
+                    logger.warning("%s", without_locks(self.path, os.strerror(error.errno)))
+                    break
                 if time.monotonic() >= deadline:
                     kind = RunError if wait_seconds else InputError
                     raise kind(f"{problem}; wait for it to end, or name another folder")
@@ -149,6 +154,14 @@ class RunFolder:
             return False
         write_json(self.record_file, self._record)
         return True
+
+
+def without_locks(path: Path, reason: str) -> str:
+    """What to tell of a run folder in which file locks do not work."""
+    return (
+        f"file locks do not work in {path} ({reason}): nothing keeps a second job from writing to the same run; start one at a time, or "
+        "put --output_dir on a file system that has locks (Lustre: mounted with `flock`)"
+    )
 
 
 def _plain(value):

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megahedge.utils.logging import get_logger
+from megahedge.utils.words import ranks_have
 
 SECONDS_BETWEEN_SIGNS = 10.0
 SECONDS_OF_SILENCE = 60.0
 _SIGN = "megahedge/alive/"
-_NAMED = 8
 _SECONDS_TO_END = 5.0
 
 logger = get_logger(__name__)
@@ -78,13 +78,7 @@ class _Others:
         if silent - self._silent:
             longest = max(now - self._heard[rank][1] for rank in silent)
             text = "%s not been heard of for %.0f s, and the others wait: stopped, swapping, or on a machine that is gone?"
-            logger.warning(text, _named(sorted(silent)), longest)
+            logger.warning(text, ranks_have(sorted(silent)), longest)
         if self._silent - silent:
-            logger.warning("%s been heard of again", _named(sorted(self._silent - silent)))
+            logger.warning("%s been heard of again", ranks_have(sorted(self._silent - silent)))
         self._silent = silent
-
-
-def _named(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} has"
-    return f"ranks {', '.join(map(str, ranks[:_NAMED]))}{' and more' if len(ranks) > _NAMED else ''} have"

@@ -22,6 +22,8 @@ _TEMPORARY = ".tmp"
 _RANDOM = 12
 """Characters before it that make the name of a temporary file one of its own."""
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Of a file system that has no file locks, such as Lustre that is mounted without them."""
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES)
 """Of a disk that is full, fails or is not ours to write: for its user to mend."""
 
@@ -102,7 +104,7 @@ def why_not_writable(path: Path) -> str | None:
     if os.path.exists(path) and not os.path.isfile(path):
         return f"{path} is no ordinary file"  # a device, which a rename would replace
     temporary = _temporary_path(path).absolute()
-    folder = next(parent for parent in temporary.parents if os.path.lexists(parent))
+    folder = nearest_folder(temporary)
     if not os.path.isdir(folder):
         return f"{folder} is not a folder"
     try:
@@ -113,6 +115,16 @@ def why_not_writable(path: Path) -> str | None:
             return None
     except OSError as error:
         return f"no such file can be made in {folder} ({error.strerror})"
+
+
+def nearest_folder(path: Path) -> Path:
+    """The path, or else the nearest above it, that exists; what is made there would lie on the same file system."""
+    return next(parent for parent in (path.absolute(), *path.absolute().parents) if os.path.lexists(parent))
+
+
+def free_bytes(path: str | os.PathLike) -> int:
+    """What is free on the file system on which the path lies, or would lie."""
+    return shutil.disk_usage(nearest_folder(Path(path))).free
 
 
 @contextlib.contextmanager
@@ -257,6 +269,23 @@ def file_lock(path: str | os.PathLike, *, blocking: bool = True, remove: bool = 
                 if remove:
                     Path(path).unlink(missing_ok=True)  # before the handle is closed, and the lock freed with it
             return
+
+
+def lock_fault(folder: str | os.PathLike) -> str | None:
+    """Why a lock in this folder would not keep another process out, None if it would; nothing is left behind.
+
+    Whether it keeps one of another node out cannot be told from here.
+    """
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".", suffix=_TEMPORARY) as handle:
+        try:
+            with file_lock(handle.name), file_lock(handle.name, blocking=False):
+                return "two processes can hold one lock"
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            return os.strerror(error.errno)
 
 
 def _is_file_at(path: str | os.PathLike, handle) -> bool:

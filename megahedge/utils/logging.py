@@ -34,6 +34,12 @@ def log_agreed(logger: logging.Logger, level: int, message: str, *arguments) -> 
         logger.log(level, message, *arguments)
 
 
+def log_once_a_node(logger: logging.Logger, level: int, message: str) -> None:
+    """`log_once` on the first rank of each node, for what is likely to be so for all ranks there."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        log_once(logger, level, message)
+
+
 @functools.cache
 def log_once(logger: logging.Logger, level: int, message: str) -> None:
     """Log `message` the first time that this process meets it."""
