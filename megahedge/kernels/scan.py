@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megahedge.kernels.normaliser import DenominatorStats, normalise
+from megahedge.kernels.operator import register_scan
 from megahedge.kernels.problem import Problem, ScanInputs, ScanState
 from megahedge.kernels.registry import choose_backend
 from megahedge.utils.precision import full_precision
@@ -46,6 +47,21 @@ def scan(
     Returns y [b, t, h, p] in V.dtype and the last state.
     Raises ValueError if shapes do not fit, or if the named backend cannot run this problem, with its reason.
     """
+    if torch.compiler.is_compiling():
+        return _compilable_scan(
+            C,
+            B,
+            V,
+            step,
+            rate,
+            normalize=normalize,
+            initial_state=initial_state,
+            boundaries=boundaries,
+            backend=backend,
+            step_axis=step_axis,
+            eps=eps,
+            stats=stats,
+        )
     if B.shape != C.shape or C.dim() != 4 or V.shape[:-1] != C.shape[:-1] or 0 in (*C.shape, *V.shape):
         raise ValueError(f"C and B are [b, t, h, n] and V [b, t, h, p], none of which may be 0, not {_shapes(C, B, V)}")
     if boundaries is not None and (boundaries.shape != C.shape[:2] or boundaries.dtype != torch.bool):
@@ -60,6 +76,9 @@ def scan(
             if not chosen.normalises:
                 y = normalise(y, denominator, eps)
     return y.to(V.dtype), _packed_state(inputs.problem, *state)
+
+
+_compilable_scan = register_scan(scan)
 
 
 def scan_step(
