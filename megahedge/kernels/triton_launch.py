@@ -16,6 +16,11 @@ def part_of(x: Tensor | None, part: slice) -> Tensor | None:
     return None if x is None else x[part]
 
 
+def parts_of(part: slice, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The same of several."""
+    return tuple(part_of(x, part) for x in tensors)
+
+
 def layers_of(whole: Tensor | None, part: slice, count: int) -> Tensor | None:
     """Room for `count` addends of a part of a result; for one it is the place of the result itself."""
     if whole is None:

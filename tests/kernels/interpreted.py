@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from megahedge.kernels import triton_backend
+from megahedge.kernels import triton_backend, triton_channel, triton_chunks
 from tests.kernels.problems import Case, assert_close, inputs, run_backend, run_oracle
 
 FP32 = 1e-5
@@ -63,6 +63,11 @@ GROUPS = {
         Case("head", "state", seq_len=17, state_size=20, head_dim=5, normalize=False, documents=False),
         *(_sized("state", "state", 19, n, largest_rate=5.0) for n in (64, 128, 160, 512)),
     ],
+    "slices": [  # see main
+        Case("head", "shared", seq_len=35, batch=3, num_heads=1, state_size=16, head_dim=16),
+        Case("state", "state", seq_len=17, batch=2, num_heads=1, state_size=16, head_dim=16, documents=False),
+        Case("channel", "channel", seq_len=9, batch=3, num_heads=1, state_size=8, head_dim=4),
+    ],
     "16-bits": [],  # see _check_16_bits
 }
 
@@ -98,6 +103,8 @@ def _products_of_bf16():
 
 def main() -> None:
     (name,) = sys.argv[1:]
+    if name == "slices":  # one sequence at a time
+        triton_chunks._CACHED_BYTES = triton_channel._PROGRAMS = 1
     for case in GROUPS[name]:
         results = run_backend("triton", case, torch.float32)
         # the oracle's memory grows with seq_len^2

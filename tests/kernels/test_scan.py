@@ -226,7 +226,7 @@ def test_auto_says_once_what_it_took(monkeypatch):
 def test_a_named_backend_runs_or_says_why_not():
     with pytest.raises(InputError, match=r"'chunked' cannot run .*between the channels of V; use auto, (numba, )?loop or reference"):
         scan(**arguments(Case("channel", "state")), backend="chunked")
-    with pytest.raises(InputError, match=r"no scan backend 'fast'; use auto, chunked, numba, loop or reference"):
+    with pytest.raises(InputError, match=r"no scan backend 'fast'; use auto, triton, chunked, numba, loop or reference"):
         scan(**arguments(Case("none", None)), backend="fast")
 
 

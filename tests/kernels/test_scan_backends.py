@@ -112,7 +112,7 @@ def test_gradients_are_right_at_zero_and_at_strong_decay(backend, case, largest_
     assert_close(run_backend(backend, case, torch.float32), run_oracle(case), FP32)
 
 
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "reference"])
+@pytest.mark.parametrize("backend", sorted({name for name, _ in with_backends(GRID)}))
 def test_long_sequences_lose_no_digits(backend):
     case = Case("channel", "channel") if not Case("state", "state").runnable_by(backend) else Case("state", "state")
     case = dataclasses.replace(case, seq_len=1000, batch=1, num_heads=1, state_size=3, head_dim=2, documents=False, largest_rate=10.0)

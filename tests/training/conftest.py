@@ -93,6 +93,7 @@ def _released(inputs: Path, cut: str, fast: bool) -> list[Run]:
             "activation_checkpointing": kept == "recomputed",
             "stop_after": 10,
             "save_interval": 5,
+            "micro_batch_size": 4,
         }
         if its_cut == cut and (name in RELEASED_FAST) == fast:
             runs.append(Run(name, changes, stage=PretrainReleased))

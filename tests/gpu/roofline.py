@@ -1,0 +1,120 @@
+"""`python -m tests.gpu.roofline`: what the Triton scans should cost on an H100, told from counts of instructions, operations and bytes.
+
+No GPU is needed, and nothing here is measured but instructions of the machine code; the efficiencies are judgement, to be replaced by
+measurements (`python -m tests.gpu.measure`).  Per kernel the slower of arithmetic and memory counts.
+"""
+
+# per token of one head: n states, p channels, T tokens of a chunk
+
+import argparse
+import dataclasses
+
+import torch
+
+from megahedge.kernels.tiles import chunk_tile
+from tests.gpu.compile_table import launches_of, slots
+from tests.gpu.compiled import compiled
+from tests.gpu.configurations import CONFIGURATIONS
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """Peaks of a GPU by its data sheet."""
+
+    name: str
+    slots: float
+    """Instructions of single lanes a second: SMs x 128 lanes x clock."""
+    products: float
+    """Operations of bf16 matrix products a second, dense."""
+    memory: float
+    """Bytes a second."""
+
+
+H100 = Chip("H100 SXM", slots=132 * 128 * 1.755e9, products=989e12, memory=3.35e12)
+ISSUE, PRODUCTS, MEMORY = 0.6, 0.4, 0.8
+"""Shares of the peaks that kernels like these reach: judgement."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A Pythia model; `utilisation` is the share of the peak that its dense layers reach, judgement again."""
+
+    name: str
+    layers: int
+    heads: int
+    head_dim: int
+    parameters: float
+    """That multiply each token, the head's among them."""
+    utilisation: float
+
+    def dense_seconds(self, chip: Chip) -> float:
+        """Of a training step, for each token, without the mixers' scans."""
+        return 6 * self.parameters / (chip.products * self.utilisation)
+
+
+MODELS = (
+    Model("160M", 12, 12, 64, 123.6e6, 0.35),
+    Model("410M", 24, 16, 64, 353.8e6, 0.40),
+    Model("1B", 16, 8, 256, 908.7e6, 0.47),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """Operations of matrix products and bytes from and to memory, for each token of a head."""
+
+    name: str
+    operations: float
+    bytes: float
+
+    def seconds(self, chip: Chip) -> float:
+        return max(self.operations / (chip.products * PRODUCTS), self.bytes / (chip.memory * MEMORY))
+
+
+def chunk_kernels(head_dim: int, *, feature_bytes: int, decays: bool) -> list[Kernel]:
+    """Forward and backward of the scan by chunks with V in bf16; what tiles read again comes from the L2 cache and is not counted."""
+    n, p = 2 * head_dim, head_dim
+    tile = chunk_tile(n, p, torch.bfloat16)
+    T, tiles_n, tiles_p = tile.tokens, -(-n // tile.states), -(-p // tile.channels)
+    features, row, states, result = feature_bytes * n, 2 * p, 2 * n * p / T, 4 * n
+    state_product, pairs, mixed = 2 * n * p, 2 * T * n, 2 * T * p
+    walk = Kernel("walk", state_product, features + row + states)
+    of_features = 2 * state_product + tiles_n * mixed + (3 if decays else 2) * pairs
+    return [
+        walk,
+        Kernel("outputs", state_product + tiles_p * pairs + mixed, 2 * features + 2 * row + states),
+        walk,  # again, in the backward
+        Kernel("walk, reverse", state_product, features + row + states),
+        Kernel("gradients_of_features", of_features, 2 * features + 2 * row + 2 * states + 2 * result),
+        Kernel("gradients_of_values", state_product + tiles_p * pairs + mixed, 2 * features + row + states + 4 * p),
+    ]
+
+
+def channel_slots(head_dim: int) -> dict[str, float]:
+    """Instructions for each state and token of the kernels by channel, from their machine code."""
+    return {launch.name: slots(launch, compiled(launch, 90)) for launch in launches_of(CONFIGURATIONS[0], head_dim)}
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    print(f"{H100.name}: {H100.slots / 1e12:.1f}T lane slots/s at {ISSUE}, {H100.products / 1e12:.0f}T at {PRODUCTS}, ", end="")
+    print(f"{H100.memory / 1e12:.2f}T bytes/s at {MEMORY}; training, per token")
+    print("| model | dense us | scan | scan us | of dense | tokens/s |")
+    print("|---|---|---|---|---|---|")
+    for model in MODELS:
+        dense, heads = model.dense_seconds(H100), model.heads * model.layers
+        each = channel_slots(model.head_dim)
+        states = 2 * model.head_dim**2
+        _print(model, "channel", dense, heads * states * sum(each.values()) / (H100.slots * ISSUE))
+        for feature_bytes, decays in ((4, False), (4, True), (2, True)):
+            kernels = chunk_kernels(model.head_dim, feature_bytes=feature_bytes, decays=decays)
+            name = f"{'head' if decays else 'none'}, features of {feature_bytes} bytes"
+            _print(model, name, dense, heads * sum(kernel.seconds(H100) for kernel in kernels))
+
+
+def _print(model: Model, name: str, dense: float, scan: float) -> None:
+    print(f"| {model.name} | {dense * 1e6:.2f} | {name} | {scan * 1e6:.2f} | {scan / dense:.2f} | {1 / (dense + scan):.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
