@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from megahedge.kernels import BACKENDS, chunked, scan
+from megahedge.kernels import chunked, scan
 from tests.kernels.problems import GRID, Case, assert_close, case_id, gradients, inputs, run_backend, run_oracle, with_backends
 
 FP64 = 1e-10
