@@ -18,23 +18,29 @@ class ChannelTile:
     states: int
     channels: int
     warps: int
+    warps_backwards: int
+    """Of the sweep backwards, which holds most."""
 
 
 _STATES_PER_THREAD = 32
 """At 64 the backward needs more registers than a thread has."""
 _CHANNEL_TILES = {
     # no state of 160 and 80 may be idle: half as many a thread cost less than a fifth of the tile
-    (160, 80): ChannelTile(32, 16, 1),
+    (160, 80): ChannelTile(32, 16, 1, 1),
 }
 """By state size and head_dim, where the rule below is not the best."""
 
 
-def channel_tile(state_size: int, head_dim: int) -> ChannelTile:
-    """128 states by 32 channels in four warps, or as many as there are."""
+def channel_tile(state_size: int, head_dim: int, capability: int) -> ChannelTile:
+    """128 states by 32 channels in four warps, or as many as there are; capability: of the GPU, such as 90.
+
+    From sm_100 on the compiler makes pairs of fp32 numbers, for which the sweep backwards lacks registers: it gets twice the warps.
+    """
     if (state_size, head_dim) in _CHANNEL_TILES:
         return _CHANNEL_TILES[state_size, head_dim]
     states, channels = min(128, _power_of_2(state_size)), min(32, _power_of_2(head_dim))
-    return ChannelTile(states, channels, max(1, states * channels // (_STATES_PER_THREAD * WARP)))
+    warps = max(1, states * channels // (_STATES_PER_THREAD * WARP))
+    return ChannelTile(states, channels, warps, 2 * warps if capability >= 100 else warps)
 
 
 @dataclasses.dataclass(frozen=True)

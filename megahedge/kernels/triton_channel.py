@@ -13,7 +13,7 @@ from megahedge.kernels.loop import CHECKPOINT_INTERVAL
 from megahedge.kernels.normaliser import normalise
 from megahedge.kernels.problem import ScanInputs, ScanOutputs
 from megahedge.kernels.tiles import channel_tile
-from megahedge.kernels.triton_launch import layers_of, like, on_device_of, part_of, put_sum
+from megahedge.kernels.triton_launch import capability_of, layers_of, like, on_device_of, part_of, put_sum
 
 _PROGRAMS = 1024
 """What keeps a large GPU busy; sequences beyond that are worked on later, in the same workspace."""
@@ -97,12 +97,13 @@ def channel_backward(
         left, left_z = (launch.stretches(x, part) for x in (h, z))
         layers_C, layers_B, layers_V = launch.layers_p(grad_C, part), launch.layers_p(grad_B, part), launch.layers_n(grad_V, part)
         layers_step = (launch.layers_p if by_state else launch.layers_n)(grad_step, part)
+        rated = torch.empty_like(layers_step)
         starts, tangents = (part_of(h, part), part_of(z, part)), (part_of(slope, part), part_of(slope_z, part))
-        launch("sweep_forwards", part, *inputs, *starts, *tangents, layers_C, layers_step, since, by_head, left, left_z)
+        launch("sweep_forwards", part, *inputs, *starts, *tangents, layers_C, rated, since, by_head, left, left_z)
         put_sum(layers_C, grad_C, part)
         del layers_C
         adjoints = (part_of(grad_h, part), part_of(grad_z, part))
-        launch("sweep_backwards", part, *inputs, *tangents, since, left, left_z, *adjoints, by_head, layers_step, layers_B, layers_V)
+        launch("sweep_backwards", part, *inputs, *tangents, rated, since, left, left_z, *adjoints, by_head, layers_step, layers_B, layers_V)
         for layers, whole in ((layers_step, grad_step), (layers_B, grad_B), (layers_V, grad_V)):
             put_sum(layers, whole, part)
         grad_rate += by_head.sum(0)
@@ -140,7 +141,7 @@ class _ChannelLaunch:
     def __init__(self, C: Tensor, V: Tensor, rate: Tensor, boundaries: Tensor | None, by_state: bool, normalize: bool):
         self.batch, self.seq_len, self.heads, state_size = C.shape
         head_dim = V.shape[-1]
-        self.tile = channel_tile(state_size, head_dim)
+        self.tile = channel_tile(state_size, head_dim, capability_of(C))
         self.tiles_p, self.tiles_n = -(-head_dim // self.tile.channels), -(-state_size // self.tile.states)
         self.rate_heads, self.normalize = rate.shape[0], normalize
         self._constants = {"N": state_size, "P": head_dim, "BLOCK_N": self.tile.states, "BLOCK_P": self.tile.channels}
@@ -173,8 +174,9 @@ class _ChannelLaunch:
     def __call__(self, kernel: str, part: slice, C, B, V, step, rate, boundaries, *others: Tensor | None) -> None:
         inputs = (*(x[part] for x in (C, B, V, step)), rate, part_of(boundaries, part), *others)
         sweep = {} if kernel == "forward" else {"STRETCH": CHECKPOINT_INTERVAL}
+        warps = self.tile.warps_backwards if kernel == "sweep_backwards" else self.tile.warps
         grid = ((part.stop - part.start) * self.heads, self.tiles_p, self.tiles_n)
         with on_device_of(C):
             getattr(kernels, kernel)[grid](
-                *inputs, self.seq_len, self.heads, self.rate_heads, **self._constants, **sweep, num_warps=self.tile.warps, num_stages=3
+                *inputs, self.seq_len, self.heads, self.rate_heads, **self._constants, **sweep, num_warps=warps, num_stages=3
             )

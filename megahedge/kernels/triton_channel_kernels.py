@@ -181,16 +181,15 @@ def sweep_forwards(
 
 @triton.jit
 def sweep_backwards(
-    C, B, V, STEP, RATE, RESETS, SLOPE, SLOPE_Z, SINCE, LEFT, LEFT_Z, GRAD_H, GRAD_Z, GRAD_RATE, GRAD_STEP, GRAD_B, GRAD_V,
+    C, B, V, STEP, RATE, RESETS, SLOPE, SLOPE_Z, RATED, SINCE, LEFT, LEFT_Z, GRAD_H, GRAD_Z, GRAD_RATE, GRAD_STEP, GRAD_B, GRAD_V,
     seq_len, heads, rate_heads,
     N: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, STRETCH: tl.constexpr,
     BY_STATE: tl.constexpr, NORMALIZE: tl.constexpr, HAS_RESETS: tl.constexpr,
 ):  # fmt: skip
     """The adjoint states from the last token to the first, and the rest of the gradients.
 
-    GRAD_STEP is RATED of the sweep forwards, which becomes the gradient of the step, in layers;  GRAD_RATE is finished;
-    GRAD_H, GRAD_Z [b, h, n, p] the gradients of the last states, which become those of the first;
-    GRAD_B [j, b, t, h, n], GRAD_V [i, b, t, h, p].
+    RATED, SINCE, LEFT and LEFT_Z are those of the sweep forwards, GRAD_RATE is finished;  GRAD_H, GRAD_Z [b, h, n, p] are the gradients of
+    the last states, which become those of the first;  GRAD_STEP is like RATED;  GRAD_B [j, b, t, h, n], GRAD_V [i, b, t, h, p].
     """
     EVEN_N: tl.constexpr = N % BLOCK_N == 0
     EVEN_P: tl.constexpr = P % BLOCK_P == 0
@@ -211,7 +210,8 @@ def sweep_backwards(
     layer_n, layer_p = tl.program_id(1) * rows + sequence, tl.program_id(2) * rows + sequence
     C, B, V, STEP, SINCE = C + sequence * N, B + sequence * N, V + sequence * P, STEP + sequence * WIDTH, SINCE + sequence * WIDTH
     SLOPE, GRAD_B, GRAD_V = SLOPE + sequence * P, GRAD_B + layer_n * N, GRAD_V + layer_p * P
-    GRAD_STEP += layer_n * N if BY_STATE else layer_p * P
+    layer = layer_n * N if BY_STATE else layer_p * P
+    RATED, GRAD_STEP = RATED + layer, GRAD_STEP + layer
     if NORMALIZE:
         SLOPE_Z += sequence * P
     if HAS_RESETS:
@@ -248,14 +248,14 @@ def sweep_backwards(
             change = _to_step(exponent * part, BY_STATE) * (_LN_2 * counted)
             t = first + length - 1 - ago
             if BY_STATE:
-                running += change + _row(GRAD_STEP + row * N, n, in_n, EVEN_N)
+                running += change + _row(RATED + row * N, n, in_n, EVEN_N)
                 if HAS_RESETS:
                     running = tl.where(tl.load(RESETS + t) != 0, 0.0, running)
                 _put(GRAD_STEP + row * N, n, b * grad_keys - running, in_n, EVEN_N)
                 _put(GRAD_B + row * N, n, step * grad_keys, in_n, EVEN_N)
                 _put(GRAD_V + row * P, p, grad_new, in_p, EVEN_P)
             else:
-                running += change + _row(GRAD_STEP + row * P, p, in_p, EVEN_P)
+                running += change + _row(RATED + row * P, p, in_p, EVEN_P)
                 if HAS_RESETS:
                     running = tl.where(tl.load(RESETS + t) != 0, 0.0, running)
                 grad_step = v * grad_new - running

@@ -38,3 +38,9 @@ def put_sum(layers: Tensor | None, whole: Tensor | None, part: slice) -> None:
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager:
     """Triton starts kernels on the current device, which may be another."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def capability_of(x: Tensor) -> int:
+    """Of the GPU that a tensor is on, such as 90; where there is none, kernels are made as for that."""
+    major, minor = torch.cuda.get_device_capability(x.device) if x.is_cuda else (9, 0)
+    return 10 * major + minor

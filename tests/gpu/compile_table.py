@@ -4,7 +4,6 @@ No GPU is needed.  Slots are instructions of the loop over tokens for each state
 """
 
 import argparse
-import collections
 from collections.abc import Iterator
 from unittest import mock
 
@@ -15,9 +14,12 @@ from tests.gpu.compiled import Launch, Needs, compiled, noted_launches
 from tests.gpu.configurations import CONFIGURATIONS, HEAD_DIMS, Configuration, run_both_ways
 
 
-def launches_of(configuration: Configuration, head_dim: int) -> list[Launch]:
-    """Each kernel that a scan and its backward launch, once."""
-    with noted_launches() as launches, mock.patch.object(triton_backend, "interpreting", return_value=True):
+def launches_of(configuration: Configuration, head_dim: int, capability: int) -> list[Launch]:
+    """Each kernel that a scan and its backward launch on a GPU of that compute capability, once."""
+    from megahedge.kernels import triton_channel
+
+    on_gpu = mock.patch.object(triton_channel, "capability_of", return_value=capability)
+    with noted_launches() as launches, mock.patch.object(triton_backend, "interpreting", return_value=True), on_gpu:
         run_both_ways(configuration.inputs(head_dim, batch=2, seq_len=1024, heads=8), "triton")
     return launches
 
@@ -34,14 +36,16 @@ def slots(launch: Launch, needs: Needs) -> float | None:
 
 def rows(head_dims: tuple[int, ...], capabilities: tuple[int, ...]) -> Iterator[str]:
     """Lines of the table, each launch once."""
-    seen = collections.Counter()
+    seen = set()
     yield "| kernel | configuration | head_dim | architecture | registers | stack | shared memory | slots | products |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for head_dim in head_dims:
         for configuration in CONFIGURATIONS:
-            for launch in launches_of(configuration, head_dim):
-                seen[launch] += 1
-                for capability in capabilities if seen[launch] == 1 else ():
+            for capability in capabilities:
+                for launch in launches_of(configuration, head_dim, capability):
+                    if (launch, capability) in seen:
+                        continue
+                    seen.add((launch, capability))
                     needs = compiled(launch, capability)
                     each = slots(launch, needs)
                     cells = (_name(launch), configuration, head_dim, f"sm_{capability}", needs.registers, needs.stack, needs.shared)

@@ -92,7 +92,7 @@ def chunk_kernels(head_dim: int, *, feature_bytes: int, decays: bool) -> list[Ke
 
 def channel_slots(head_dim: int) -> dict[str, float]:
     """Instructions for each state and token of the kernels by channel, from their machine code."""
-    return {launch.name: slots(launch, compiled(launch, 90)) for launch in launches_of(CONFIGURATIONS[0], head_dim)}
+    return {launch.name: slots(launch, compiled(launch, 90)) for launch in launches_of(CONFIGURATIONS[0], head_dim, 90)}
 
 
 def main() -> None:

@@ -74,7 +74,7 @@ GROUPS = {
 
 def _check_16_bits() -> None:
     """V in bf16 and fp16: y has its dtype, states and the gradients of what is fp32 stay fp32."""
-    kinds = (("none", None), ("head", "shared"), ("state", "state"), ("channel", "channel"))
+    kinds = (("none", None), ("head", "shared"), ("state", "state"), ("channel", "channel"), ("channel", "state"))
     with mock.patch.object(triton_backend, "_interpretable", lambda inputs: inputs), _products_of_bf16():
         for case in (Case(*kind, seq_len=70, state_size=32, head_dim=16, num_heads=1) for kind in kinds):
             for dtype in (torch.bfloat16, torch.float16):

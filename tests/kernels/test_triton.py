@@ -43,10 +43,10 @@ def test_kernels_compile_without_a_spill(configuration, head_dim, tmp_path, monk
     from tests.gpu.compile_table import launches_of
     from tests.gpu.compiled import MAX_REGISTERS, SHARED_LIMIT, compiled
 
-    launches = launches_of(configuration, head_dim)
-    assert len(launches) >= 3
-    for launch in launches:
-        for capability in CAPABILITIES.get(head_dim, (90,)):
+    for capability in CAPABILITIES.get(head_dim, (90,)):
+        launches = launches_of(configuration, head_dim, capability)
+        assert len(launches) >= 3
+        for launch in launches:
             needs = compiled(launch, capability)
             assert needs.stack == 0 and needs.registers <= MAX_REGISTERS, (launch.name, capability, needs)
             assert needs.shared <= SHARED_LIMIT[capability], (launch.name, capability, needs)
@@ -60,8 +60,8 @@ def test_a_spill_is_seen(tmp_path, monkeypatch):
     from tests.gpu.compile_table import launches_of
     from tests.gpu.compiled import compiled
 
-    monkeypatch.setattr(triton_channel, "channel_tile", lambda *sizes: ChannelTile(64, 32, 1))
-    *_, backwards = launches_of(CONFIGURATIONS[0], 64)
+    monkeypatch.setattr(triton_channel, "channel_tile", lambda *sizes: ChannelTile(64, 32, 1, 1))
+    *_, backwards = launches_of(CONFIGURATIONS[0], 64, 90)
     assert compiled(backwards, 90).stack > 0
 
 
