@@ -8,6 +8,7 @@ for its backward another does not; a model that is not compiled does not come he
 # b batch, t seq_len, h num_local_heads, n state_size, p head_dim
 
 import contextlib
+import re
 from collections.abc import Callable
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 from megahedge.kernels.normaliser import DenominatorStats
 from megahedge.kernels.problem import ScanState
 
+_NAMESPACE = re.sub(r"\W", "_", __name__)
+"""Of this copy of the file, as exported folders have copies of their own."""
 _run: Callable[..., tuple[Tensor, ScanState]]
 
 
@@ -37,7 +40,7 @@ def _call(C, B, V, step, rate, *, normalize, initial_state, boundaries, backend,
     return y, ScanState(numerator, denominator if normalize else None)
 
 
-@torch.library.custom_op("megahedge::scan", mutates_args=())
+@torch.library.custom_op(f"{_NAMESPACE}::scan", mutates_args=())
 def _scan_operator(
     C: Tensor,
     B: Tensor,
@@ -93,7 +96,7 @@ def _steps_by_channel(step: Tensor | None, step_axis: str | None, state_size: in
     return step_axis == "channel" or (step_axis is None and step.shape[-1] == head_dim != state_size)
 
 
-@torch.library.custom_op("megahedge::scan_backward", mutates_args=())
+@torch.library.custom_op(f"{_NAMESPACE}::scan_backward", mutates_args=())
 def _backward_operator(
     C: Tensor,
     B: Tensor,

@@ -60,4 +60,4 @@ def test_the_operator_keeps_to_torchs_rules():
     tensors, boundaries = inputs(case)
     leaves = [x.requires_grad_() for x in tensors.values()]
     arguments = (*leaves, boundaries, True, "auto", "channel", 1e-30, True)
-    torch.library.opcheck(torch.ops.megahedge.scan.default, arguments)
+    torch.library.opcheck(torch.ops.megahedge_kernels_operator.scan.default, arguments)
