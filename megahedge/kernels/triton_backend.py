@@ -10,7 +10,8 @@ from types import ModuleType
 import torch
 
 from megahedge.kernels.problem import Backend, Problem, ScanInputs, ScanOutputs
-from megahedge.utils.packages import import_fault
+from megahedge.kernels.triton_check import find_fault
+from megahedge.utils.packages import Broken, import_fault
 
 
 def interpreting() -> bool:
@@ -25,7 +26,19 @@ def supports(problem: Problem) -> str | None:
     if problem.dtype != torch.float32:
         return "its states are fp32"
     launchers = _load_launchers()
-    return launchers if isinstance(launchers, str) else None
+    if isinstance(launchers, str):
+        return launchers
+    return _fault(problem.structure, problem.step_axis) if problem.device == "cuda" else None
+
+
+@functools.cache
+def _fault(structure: str, step_axis: str | None) -> str | None:
+    """Why the kernels are not to be trusted on this GPU, found out once in a process."""
+    try:
+        fault = find_fault(BACKEND, structure, step_axis, "cuda")
+    except Exception as error:  # of the compiler, the driver
+        fault = f"its kernels do not run on this GPU ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+    return None if fault is None else Broken(fault)
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 A process of its own, since Triton decides when the kernels are imported whether it interprets or compiles them.
 """
 
+import dataclasses
 import sys
 from unittest import mock
 
@@ -12,6 +13,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from megahedge.kernels import triton_backend, triton_channel, triton_chunks
+from megahedge.kernels.triton_check import find_fault
 from tests.kernels.problems import Case, assert_close, inputs, run_backend, run_oracle
 
 FP32 = 1e-5
@@ -69,6 +71,7 @@ GROUPS = {
         Case("channel", "channel", seq_len=9, batch=3, num_heads=1, state_size=8, head_dim=4),
     ],
     "16-bits": [],  # see _check_16_bits
+    "check": [],  # see _check_the_check
 }
 
 
@@ -83,6 +86,20 @@ def _check_16_bits() -> None:
                 assert results["y"].dtype == results["grad V"].dtype == dtype
                 assert all(x.dtype == torch.float32 for name, x in results.items() if name not in ("y", "grad V"))
                 assert_close(results, run_backend("reference", case, tensors=rounded), BF16)
+
+
+def _check_the_check() -> None:
+    """Sound kernels of every kind have no fault, and a wrong one has."""
+    for kind in (("none", None), ("head", "shared"), ("state", "state"), ("channel", "channel"), ("channel", "state")):
+        assert find_fault(triton_backend.BACKEND, *kind, "cpu") is None, kind
+    run = triton_backend.run
+
+    def wrong(scan_inputs):
+        y, *others = run(scan_inputs)
+        return y * 1.01, *others
+
+    fault = find_fault(dataclasses.replace(triton_backend.BACKEND, run=wrong), "none", None, "cpu")
+    assert fault.startswith("on this GPU its output is off by 1.0e-02 of itself from what the backend chunked computes")
 
 
 def _products_of_bf16():
@@ -112,6 +129,8 @@ def main() -> None:
         print("ok", case, flush=True)
     if name == "16-bits":
         _check_16_bits()
+    if name == "check":
+        _check_the_check()
 
 
 if __name__ == "__main__":

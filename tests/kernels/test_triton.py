@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megahedge.kernels import BACKENDS
+from megahedge.kernels import BACKENDS, triton_backend
 from megahedge.kernels.problem import Problem
+from megahedge.kernels.registry import choose_backend
+from megahedge.utils.packages import Broken
 from tests.gpu.configurations import CONFIGURATIONS, HEAD_DIMS
 from tests.kernels.interpreted import GROUPS
 
@@ -68,6 +70,27 @@ def test_a_spill_is_seen(tmp_path, monkeypatch):
 def test_without_a_gpu_it_says_so():
     problem = Problem("none", None, True, 16, 8, "cpu", torch.float32, needs_grad=False)
     assert BACKENDS["triton"].supports(problem) == "it runs on GPUs only"
+
+
+@pytest.mark.parametrize("found", ["a fault", RuntimeError("no driver")], ids=("wrong", "does not run"))
+def test_kernels_that_a_gpu_gets_wrong_are_left_out(found, monkeypatch):
+    """Told once; the next backend runs."""
+    seen = []
+
+    def find_fault(backend, structure, step_axis, device):
+        seen.append((structure, step_axis, device))
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(triton_backend, "find_fault", find_fault)
+    triton_backend._fault.cache_clear()
+    problem = Problem("none", None, True, 16, 8, "cuda", torch.float32, needs_grad=False)
+    assert choose_backend("auto", problem).name == choose_backend("auto", problem).name == "chunked"
+    assert seen == [("none", None, "cuda")]
+    reason = BACKENDS["triton"].supports(problem)
+    assert isinstance(reason, Broken) and ("a fault" in reason or "RuntimeError: no driver" in reason)
+    triton_backend._fault.cache_clear()
 
 
 def test_a_gpu_gets_it_before_all_others():
