@@ -213,7 +213,7 @@ class _ChunkLaunch:
         C, B, _, log_decay, *_, boundaries = self._inputs
         pairs = C.new_empty(*C.shape[:3], self._tile.tokens, dtype=torch.float32)
         constants = {name: self._sizes[name] for name in ("N", "T", "BLOCK_N")} | self._resets
-        self._launch(kernels.pairs_by_state, (self._chunks, self._batch * self._heads), (C, B, log_decay, boundaries, pairs), constants)
+        self._launch(kernels.pairs_by_state, (self._batch * self._heads, self._chunks), (C, B, log_decay, boundaries, pairs), constants)
         return pairs
 
     def outputs(self, states: _States, y: Tensor, denominator: Tensor | None, eps: float) -> None:
@@ -257,8 +257,8 @@ class _ChunkLaunch:
         self._launch(kernels.gradients_of_values, self._of_chunks(self._tiles_p), tensors, constants)
 
     def _of_chunks(self, tiles: int) -> tuple[int, int, int]:
-        """The grid of kernels that work on all chunks at once."""
-        return self._chunks, self._batch * self._heads, tiles
+        """The grid of kernels that work on all chunks at once; only its first number may exceed 65535."""
+        return self._batch * self._heads, self._chunks, tiles
 
     def _launch(self, kernel, grid: tuple[int, ...], tensors: tuple[Tensor | float | None, ...], constants: dict) -> None:
         with on_device_of(tensors[0]):
