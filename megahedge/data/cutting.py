@@ -62,7 +62,7 @@ def separated_texts(stream: io.BufferedReader, separator: bytes) -> Iterator[byt
         else:
             lines.append(line)
     if lines:
-        yield b"".join(lines)
+        yield _without_last_break(b"".join(lines))
 
 
 def _without_last_break(text: bytes) -> bytes:

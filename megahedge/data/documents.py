@@ -206,7 +206,10 @@ def checked_text(text: object, text_key: str) -> str:
     for one that cannot be encoded.
     """
     if not isinstance(text, str):
-        raise BadRecord("not_text", f"{text_key!r} is {json.dumps(text, default=repr)[:40]}, not a text")
+        shown = json.dumps(text, default=repr)
+        shown = shown if len(shown) <= 40 else f"{shown[:40]} …"
+        within = f"; --text_key={text_key}.{next(iter(text))} would look into it" if isinstance(text, dict) and text else ""
+        raise BadRecord("not_text", f"{text_key!r} is {shown}, not a text{within}")
     if not text or text.isspace():
         raise BadRecord("empty", "empty document")
     try:

@@ -10,7 +10,7 @@ import numpy as np
 
 from megahedge.data.indexed_dataset import CODES, HEADER, INDEX_BLOCK, MAGIC, VERSION, bin_path, blocks_digest, idx_path, index_blocks
 from megahedge.utils.errors import InputError
-from megahedge.utils.files import disk_errors_explained, file_lock, fsync_path
+from megahedge.utils.files import disk_errors_explained, file_lock, fsync_path, sha256_file
 
 _SIZE = np.dtype("<i4")
 
@@ -232,6 +232,11 @@ def prepared_files(prefix: str | os.PathLike) -> dict[str, str]:
         place = temporary if temporary.exists() else path
         found[path.name] = f"{place.stat().st_size} {blocks_digest(place)}" if place.exists() else "gone"
     return found
+
+
+def written_digest(prefix: str | os.PathLike) -> str:
+    """SHA-256 of the token file of a pair that is ready to be published."""
+    return sha256_file(_sibling(bin_path(prefix), ".tmp"))
 
 
 def remove_unfinished(prefix: str | os.PathLike) -> None:

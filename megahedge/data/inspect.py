@@ -11,15 +11,18 @@ from megahedge.data.meta import (
     SENTENCEPIECE,
     SPLITS,
     DatasetMeta,
+    check_tokenizer,
     describe,
     eod_density,
     load_meta,
     meta_path,
+    tokenizer_digest,
     tokens_per_document,
 )
 from megahedge.data.tokenizer import SentencePieceTokenizer, load_tokenizer
 from megahedge.utils.cli import positional
 from megahedge.utils.errors import InputError
+from megahedge.utils.files import sha256_file
 from megahedge.utils.units import format_bytes
 
 _BLOCK_TOKENS = 1 << 22
@@ -56,7 +59,7 @@ def inspect_dataset(config: InspectConfig) -> tuple[list[str], bool]:
         lines += _header(dataset, meta, prefix)
         if config.check:
             faults = list(_faults(dataset, meta))
-            lines += [f"  {fault}" for fault in faults] or [f"  every token was read, and is as it should be{_range(dataset, meta)}"]
+            lines += [f"  {fault}" for fault in faults] or [f"  every token was read, and is {_as_it_should_be(dataset, meta)}"]
             sound = sound and not faults
     if config.check and meta is not None and len(pairs) > 0 and meta_path(config.prefix) == Path(f"{config.prefix}.meta.json"):
         missing = [split for split in meta.splits if f"{config.prefix}_{split}" not in pairs]
@@ -121,17 +124,23 @@ def _faults(dataset: IndexedDataset, meta: DatasetMeta | None) -> Iterator[str]:
         yield f"{outside} ids lie outside the vocabulary of {meta.vocab_size}, {place}"
     if split is not None and split.eod_tokens not in (None, eods):
         yield f"{eods} EOD tokens, where meta.json says {split.eod_tokens}"
+    if split is not None and split.bin_sha256 not in (None, sha256_file(bin_path(dataset.prefix))):
+        yield f"{bin_path(dataset.prefix)} is not the file that was written: its SHA-256 is not that of meta.json"
     if meta.options.get("append_eod", True) and open_ends:
         documents = np.array([_document_of(dataset, end) for end in open_ends[: _MAX_NAMED + 1]])
         yield f"{len(open_ends)} documents do not end in EOD: {_named(documents)}"
 
 
-def _range(dataset: IndexedDataset, meta: DatasetMeta | None) -> str:
-    """Where nothing says which ids there may be, those that there are."""
-    if meta is not None or not dataset.num_tokens:
-        return ""
+def _as_it_should_be(dataset: IndexedDataset, meta: DatasetMeta | None) -> str:
+    """How far that goes: by its digest, by its ids, or, where nothing says which there may be, those that there are."""
+    if meta is not None:
+        split = meta.splits.get(_split(dataset.prefix))
+        known = split is not None and split.bin_sha256 is not None
+        return "the one that was written" if known else "one of the vocabulary; that it is the one that was written nothing tells"
+    if not dataset.num_tokens:
+        return "as it should be"
     ranges = [(int(tokens.min()), int(tokens.max())) for _, tokens in dataset.blocks(_BLOCK_TOKENS)]
-    return f"; ids go from {min(least for least, _ in ranges)} to {max(most for _, most in ranges)}"
+    return f"a number; ids go from {min(least for least, _ in ranges)} to {max(most for _, most in ranges)}"
 
 
 def _split(prefix: str) -> str:
@@ -160,6 +169,8 @@ def _document(config: InspectConfig, pairs: dict[str, IndexedDataset], meta: Dat
         raise InputError(f"--document={config.document}: nothing says which tokenizer made {prefix}; give --tokenizer")
     is_model = name.endswith(".model") or (config.tokenizer is None and meta.tokenizer_digest.startswith(SENTENCEPIECE))
     tokenizer = SentencePieceTokenizer(name, "tokenizer") if is_model else load_tokenizer(name, option="tokenizer")
+    if config.tokenizer is not None and meta is not None and not is_model:
+        check_tokenizer(meta, tokenizer_digest(tokenizer), f"--tokenizer={name}", tokenizer, f"the dataset {prefix}")
     return [f"document {config.document % count}, {len(tokens)} tokens:", tokenizer.decode(tokens)]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from megahedge.data.indexed_dataset import IndexedDataset, bin_path, idx_path
-from megahedge.data.indexed_writer import PairFiles, publish_pair, write_index
+from megahedge.data.indexed_writer import PairFiles, publish_pair, write_index, written_digest
 from megahedge.data.meta import (
     COUNTS,
     FORMAT_VERSION,
@@ -86,7 +86,7 @@ def _merge(config: MergeConfig) -> None:
             with disk_errors_explained(outputs[0]):
                 publish_pair(outputs[0])
         else:
-            publish_dataset(config.output_prefix, meta)
+            publish_dataset(config.output_prefix, _with_digests(meta, outputs))
     for output, datasets in zip(outputs, parts, strict=True):
         documents, tokens = (sum(getattr(dataset, name) for dataset in datasets) for name in ("num_documents", "num_tokens"))
         logger.info("%s: %d documents, %d tokens of %d datasets", output, documents, tokens, len(datasets))
@@ -173,3 +173,12 @@ def _write_pair(pair: PairFiles, datasets: list[IndexedDataset]) -> None:
 
     with pair.open_idx() as handle:
         write_index(handle, dtype, num_sequences, sizes, num_documents + 1, offsets())
+
+
+def _with_digests(meta: DatasetMeta, outputs: list[str]) -> DatasetMeta:
+    """The meta with the digests of token files that are ready to be published."""
+    splits = {
+        name: dataclasses.replace(meta.splits[name], bin_sha256=written_digest(output))
+        for name, output in zip(SPLITS, outputs, strict=True)
+    }
+    return dataclasses.replace(meta, splits=splits)

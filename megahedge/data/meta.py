@@ -49,6 +49,8 @@ class SplitMeta:
     """EOD tokens among them; None where no one has counted."""
     tokens_per_document: dict[str, int] = field(default_factory=dict)
     """Percentiles of the documents' lengths."""
+    bin_sha256: str | None = None
+    """SHA-256 of the .bin file, which tells a token from another; None where no one has read it."""
 
 
 COUNTS = ("documents", "tokens", "text_bytes", "words", "eod_tokens")
@@ -236,6 +238,8 @@ def _check_kinds(meta: DatasetMeta) -> None:
         for name in COUNTS:
             if type(value := getattr(counts, name)) is not int and not (name == "eod_tokens" and value is None):
                 raise TypeError(f"{name} of {split} is {value!r}")
+        if not isinstance(counts.bin_sha256, str | None):
+            raise TypeError(f"bin_sha256 of {split} is {counts.bin_sha256!r}")
         if not isinstance(counts.tokens_per_document, dict):
             raise TypeError(f"tokens_per_document of {split} is {counts.tokens_per_document!r}")
     if not all(type(count) is int for count in meta.skipped.values()):
@@ -300,18 +304,19 @@ def sentencepiece_digest(tokenizer) -> str:
     return SENTENCEPIECE + tokenizer_digest(tokenizer, _PROBE.replace("</s>", ""))
 
 
-def check_tokenizer(meta: DatasetMeta, digest: str, where: str, tokenizer=None) -> None:
+def check_tokenizer(meta: DatasetMeta, digest: str, where: str, tokenizer=None, dataset: str = "the dataset") -> None:
     """Refuse a dataset made with another tokenizer than the one at `where` (such as `the teacher EleutherAI/pythia-1b`).
 
-    tokenizer: that one, where it is at hand; it is asked where the data was made with a SentencePiece model.
+    tokenizer: that one, where it is at hand; it is asked where the data was made with a SentencePiece model.  dataset: its name.
     """
-    if meta.tokenizer_digest.startswith(SENTENCEPIECE) and tokenizer is not None:
-        digest = sentencepiece_digest(tokenizer)
-    if meta.tokenizer_digest != digest:
-        raise InputError(
-            f"the dataset was made with tokenizer {meta.tokenizer_name} (digest {_brief(meta.tokenizer_digest)}), not with that of {where} "
-            f"(digest {_brief(digest)}); preprocess the text again with --tokenizer set to that model"
-        )
+    of_model = meta.tokenizer_digest.startswith(SENTENCEPIECE)
+    if meta.tokenizer_digest == (sentencepiece_digest(tokenizer) if of_model and tokenizer is not None else digest):
+        return
+    kind = "the SentencePiece model" if of_model else "tokenizer"
+    raise InputError(
+        f"{dataset} was made with {kind} {meta.tokenizer_name} (digest {_brief(meta.tokenizer_digest)}), not with that of {where} "
+        f"(digest {_brief(digest)}); preprocess the text again with --tokenizer set to that model"
+    )
 
 
 def _brief(digest: str) -> str:

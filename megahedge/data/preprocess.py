@@ -27,6 +27,7 @@ from megahedge.data.indexed_writer import (
     prepared_files,
     remove_unfinished,
     token_dtype,
+    written_digest,
     written_sizes,
 )
 from megahedge.data.journal import Journal
@@ -299,7 +300,9 @@ class _Job:
     def _meta(self, totals: "_Totals") -> DatasetMeta:
         splits = {}
         for split, prefix in self._config.prefixes.items():
-            splits[split] = SplitMeta(**totals.splits[split], tokens_per_document=tokens_per_document(written_sizes(prefix)))
+            splits[split] = SplitMeta(
+                **totals.splits[split], tokens_per_document=tokens_per_document(written_sizes(prefix)), bin_sha256=written_digest(prefix)
+            )
         return DatasetMeta(
             tokenizer_digest=self._digest,
             tokenizer_name=self._config.tokenizer or self._config.sentencepiece,
@@ -385,5 +388,10 @@ def _report(prefix: str, meta: DatasetMeta, progress: PreprocessProgress | None)
         logger.info("left out: %s", ", ".join(f"{count} {reason}" for reason, count in meta.skipped.items()))
     for split, counts in meta.splits.items():
         if counts.documents == 0:
-            logger.warning("no document fell into the %s split; change --val_fraction (or --seed) or give more text", split)
+            whole = " (a text file is one document, unless --document_separator parts it)" if _documents(meta) == 1 else ""
+            logger.warning("no document fell into the %s split%s; change --val_fraction (or --seed) or give more text", split, whole)
     logger.info("wrote %s%s", meta_path(prefix), f" in {progress.describe()}" if progress else "")
+
+
+def _documents(meta: DatasetMeta) -> int:
+    return sum(counts.documents for counts in meta.splits.values())

@@ -40,6 +40,9 @@ from megahedge.data.documents import (
 )
 from megahedge.utils.errors import InputError, RunError
 from megahedge.utils.files import sha256_file
+from megahedge.utils.logging import get_logger
+
+logger = get_logger(__name__)
 
 _WHOLE_ARCHIVE_BYTES = 8 << 20
 """Up to this size an archive travels whole, so that the workers decompress it."""
@@ -223,6 +226,9 @@ class DatasetFolder(Source):
         if isinstance(dataset, datasets.DatasetDict):
             if "train" not in dataset:
                 raise InputError(f"{self.name} has the splits {sorted(dataset)} and none named train; name one, as {self.name}/SPLIT")
+            if len(dataset) > 1:
+                others = ", ".join(split for split in dataset if split != "train")
+                logger.info("of %s the split train is read; left out: %s (name one, as %s/SPLIT)", self.name, others, self.name)
             dataset = dataset["train"]
         check_column(self.name, dataset.features.arrow_schema, reading.text_key)
         self._record |= {"rows": len(dataset), "fingerprint": dataset._fingerprint}

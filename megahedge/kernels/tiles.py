@@ -53,16 +53,28 @@ class ChunkTile:
     warps: int
     stages: int
     """Of loads that are under way while products are made."""
+    states_of_features: int
+    """Instead of `states` in the gradients of features, which hold most."""
 
 
-def chunk_tile(state_size: int, head_dim: int, dtype: torch.dtype) -> ChunkTile:
-    """Chunks of 64 tokens, or of 32 where V is no bf16, as three products for one take more registers."""
-    return ChunkTile(64 if dtype == torch.bfloat16 else 32, _side(state_size), _side(head_dim), 8, 2)
+def chunk_tile(state_size: int, head_dim: int, dtype: torch.dtype, capability: int) -> ChunkTile:
+    """What leaves no thread short of registers: chunks of 64 tokens for V in bf16, of 32 before sm_90.
+
+    Where V is no bf16, products are made by three or of wider operands, which takes short chunks and small tiles, at least two along p.
+    """
+    if dtype != torch.bfloat16:
+        channels = min(32, _side(max(16, head_dim // 2)))
+        return ChunkTile(16, min(32, _side(state_size)), channels, 4, 3, min(32, _side(state_size)))
+    states, channels = _side(state_size), _side(head_dim)
+    if capability < 90:
+        return ChunkTile(32, states, channels, 8, 2, states)
+    return ChunkTile(64, states, channels, 8, 1 if channels == 16 else 2, min(32, states))
 
 
-def state_chunk_tile(state_size: int, head_dim: int, dtype: torch.dtype) -> ChunkTile:
+def state_chunk_tile(state_size: int, head_dim: int, dtype: torch.dtype, capability: int) -> ChunkTile:
     """Chunks of 16 tokens, the shortest that products of matrices take, since each pair of tokens costs an exponential for each n."""
-    return dataclasses.replace(chunk_tile(state_size, head_dim, dtype), tokens=16, warps=4)
+    small = chunk_tile(state_size, head_dim, torch.float32, capability)
+    return dataclasses.replace(small, states_of_features=16, stages=2) if dtype != torch.bfloat16 else small
 
 
 def _side(size: int) -> int:

@@ -16,7 +16,7 @@ from megahedge.kernels import triton_chunk_kernels as kernels
 from megahedge.kernels.normaliser import divisor_of, normalise
 from megahedge.kernels.problem import ScanInputs, ScanOutputs
 from megahedge.kernels.tiles import ChunkTile, chunk_tile, state_chunk_tile
-from megahedge.kernels.triton_launch import like, on_device_of, parts_of
+from megahedge.kernels.triton_launch import capability_of, like, on_device_of, parts_of
 
 _LOG2_E = 1 / math.log(2)
 _PRODUCTS = {torch.bfloat16: (tl.bfloat16, "ieee"), torch.float16: (tl.float32, "tf32"), torch.float32: (tl.float32, "tf32x3")}
@@ -163,7 +163,7 @@ def _slices(inputs: _Inputs) -> Iterator[slice]:
 
 def _tile(inputs: _Inputs) -> ChunkTile:
     by_state = inputs.log_decay is not None and inputs.log_decay.dim() == 4
-    return (state_chunk_tile if by_state else chunk_tile)(inputs.C.shape[-1], inputs.V.shape[-1], inputs.V.dtype)
+    return (state_chunk_tile if by_state else chunk_tile)(inputs.C.shape[-1], inputs.V.shape[-1], inputs.V.dtype, capability_of(inputs.C))
 
 
 class _ChunkLaunch:
@@ -226,14 +226,16 @@ class _ChunkLaunch:
     def gradients_of_features(self, states: _States, slopes, adjoints: _States, grad_C, grad_B, grad_log, grad_weight) -> None:
         """Fill the gradients of C, B, log_decay and weight."""
         inputs = self._inputs
-        constants, grid = self._sizes | self._products | self._normalize | self._resets, self._of_chunks(self._tiles_n)
-        tangents = (*states, *slopes, *adjoints)
+        states_of_tile = self._tile.states_of_features
+        tiles = -(-self._sizes["N"] // states_of_tile)
+        constants = self._sizes | self._products | self._normalize | self._resets | {"BLOCK_N": states_of_tile}
+        grid, tangents = self._of_chunks(tiles), (*states, *slopes, *adjoints)
         if self._kind["DECAYS"] == kernels.BY_STATE:
             tensors = (*inputs[:4], inputs.boundaries, *tangents, grad_C, grad_B, grad_log)
             self._launch(kernels.gradients_of_features_by_state, grid, tensors, constants)
             return
         of_tokens = (inputs.log_decay, inputs.log_decay, inputs.weight)
-        layers = [None if x is None else x.new_empty(self._tiles_n, *x.shape, dtype=torch.float32) for x in of_tokens]
+        layers = [None if x is None else x.new_empty(tiles, *x.shape, dtype=torch.float32) for x in of_tokens]
         self._launch(
             kernels.gradients_of_features,
             grid,

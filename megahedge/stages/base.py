@@ -183,8 +183,9 @@ def _check_data(options: TrainOptions, model: ModelConfig, tokenizer, tokenizer_
     """
     check_vocabulary(model, tokenizer, tokenizer_source)
     digest = tokenizer_digest(tokenizer)
-    for meta in filter(None, map(load_meta, _corpora(options))):
-        check_tokenizer(meta, digest, tokenizer_source, tokenizer)
+    for corpus in _corpora(options):
+        if (meta := load_meta(corpus)) is not None:
+            check_tokenizer(meta, digest, tokenizer_source, tokenizer, f"the dataset {corpus}")
     return digest
 
 

@@ -1,5 +1,7 @@
 """Merging equals one build of everything; inspecting says what is there, finds what is wrong, and tells datasets apart."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from data_helpers import numbered_documents, write_jsonl, write_pair
@@ -160,7 +162,9 @@ def test_a_sound_dataset_is_described(tmp_path, convert, mmap):
     lines, sound = inspect_dataset(InspectConfig(prefix=str(tmp_path / "a"), check=True, compare=str(tmp_path / "a"), mmap=mmap))
     text = "\n".join(lines)
     assert (
-        sound and text.count("every token was read, and is as it should be") == 2 and "hold the same tokens in the same documents" in text
+        sound
+        and text.count("every token was read, and is the one that was written") == 2
+        and "hold the same tokens in the same documents" in text
     )
     for counts in meta.splits.values():
         assert f"{counts.documents} documents in {counts.documents} sequences, {counts.tokens} tokens" in text
@@ -198,10 +202,29 @@ def test_faults_are_found(tmp_path, convert):
     assert f"298 EOD tokens, where meta.json says {meta.splits['train'].documents}" in text
 
 
+def test_a_token_that_has_become_another_is_found(tmp_path, convert):
+    convert("a", TEXTS)
+    tokens = np.memmap(bin_path(tmp_path / "a_train"), np.uint16, "r+")
+    tokens[1000] ^= 1
+    tokens.flush()
+    lines, sound = inspect_dataset(InspectConfig(prefix=str(tmp_path / "a"), check=True))
+    assert not sound
+    assert [line for line in lines if "is not the file that was written" in line] == [
+        f"  {bin_path(tmp_path / 'a_train')} is not the file that was written: its SHA-256 is not that of meta.json"
+    ]
+
+
+def test_a_document_is_not_printed_by_another_tokenizer(tmp_path, convert):
+    convert("a", TEXTS)
+    teacher = str(Path(__file__).resolve().parents[2] / "scripts" / "quickstart" / "teacher")
+    with pytest.raises(InputError, match=r"the dataset .*a_train was made with tokenizer .*, not with that of --tokenizer="):
+        inspect_dataset(InspectConfig(prefix=str(tmp_path / "a_train"), document=0, tokenizer=teacher))
+
+
 def test_a_pair_without_meta_is_read_and_its_ids_told(tmp_path):
     write_pair(tmp_path / "x", numbered_documents([5, 6]))
     lines, sound = inspect_dataset(InspectConfig(prefix=str(tmp_path / "x"), check=True))
-    assert sound and lines[-1].endswith("every token was read, and is as it should be; ids go from 0 to 10")
+    assert sound and lines[-1].endswith("every token was read, and is a number; ids go from 0 to 10")
 
 
 def test_a_split_that_is_gone_is_a_fault(tmp_path, convert):

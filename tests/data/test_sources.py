@@ -342,3 +342,22 @@ def test_a_folder_holds_files_of_one_kind(tmp_path):
     (tmp_path / "LICENSE.txt").write_text("y")
     with pytest.raises(InputError, match=r"holds files of several kinds, LICENSE\.txt and a\.jsonl among them; give a glob"):
         read(tmp_path)
+
+
+def test_splits_that_are_left_out_are_told(tmp_path, caplog):
+    datasets = pytest.importorskip("datasets")
+    splits = {name: datasets.Dataset.from_dict({"text": texts}) for name, texts in (("train", ["a", "b"]), ("validation", ["c"]))}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    with caplog.at_level("INFO", logger="megahedge"):
+        assert list(iterate_texts([str(tmp_path / "saved")])) == ["a", "b"]
+        assert list(iterate_texts([str(tmp_path / "saved" / "validation")])) == ["c"]
+    assert [record.getMessage().partition("saved ")[2] for record in caplog.records] == [
+        f"the split train is read; left out: validation (name one, as {tmp_path / 'saved'}/SPLIT)"
+    ]
+
+
+def test_a_text_ends_alike_before_a_separator_and_at_the_end(tmp_path):
+    (tmp_path / "a.txt").write_text("one\n---\ntwo\n---\none\n")
+    (source,) = find_sources([str(tmp_path / "a.txt")])
+    chunks = source.chunks(sources.Reading(document_separator="---"))
+    assert [text for chunk in chunks for _, text in chunk.documents("text")] == ["one", "two", "one"]

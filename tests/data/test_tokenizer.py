@@ -126,7 +126,7 @@ def test_data_of_a_sentencepiece_model_fits_the_teacher_that_has_it_and_no_other
     )
     meta = preprocess(config)
     check_tokenizer(meta, tokenizer_digest(own), "the teacher", own)
-    with pytest.raises(InputError, match=r"the dataset was made with tokenizer .*small\.model .*, not with that of another teacher"):
+    with pytest.raises(InputError, match=r"was made with the SentencePiece model .*small\.model .*, not with that of another teacher"):
         check_tokenizer(meta, tokenizer_digest(other), "another teacher", other)
     with pytest.raises(InputError, match="is a SentencePiece model, which serves preprocessing alone; give a Hugging Face folder"):
         load_tokenizer(meta.tokenizer_name, option="tokenizer")

@@ -4,6 +4,7 @@ No GPU is needed.  Slots are instructions of the loop over tokens for each state
 """
 
 import argparse
+import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
@@ -16,10 +17,13 @@ from tests.gpu.configurations import CONFIGURATIONS, HEAD_DIMS, Configuration, r
 
 def launches_of(configuration: Configuration, head_dim: int, capability: int) -> list[Launch]:
     """Each kernel that a scan and its backward launch on a GPU of that compute capability, once."""
-    from megahedge.kernels import triton_channel
+    from megahedge.kernels import triton_channel, triton_chunks
 
-    on_gpu = mock.patch.object(triton_channel, "capability_of", return_value=capability)
-    with noted_launches() as launches, mock.patch.object(triton_backend, "interpreting", return_value=True), on_gpu:
+    with contextlib.ExitStack() as patches:
+        launches = patches.enter_context(noted_launches())
+        patches.enter_context(mock.patch.object(triton_backend, "interpreting", return_value=True))
+        for launcher in (triton_channel, triton_chunks):
+            patches.enter_context(mock.patch.object(launcher, "capability_of", return_value=capability))
         run_both_ways(configuration.inputs(head_dim, batch=2, seq_len=1024, heads=8), "triton")
     return launches
 

@@ -74,8 +74,8 @@ class Kernel:
 def chunk_kernels(head_dim: int, *, feature_bytes: int, decays: bool) -> list[Kernel]:
     """Forward and backward of the scan by chunks with V in bf16; what tiles read again comes from the L2 cache and is not counted."""
     n, p = 2 * head_dim, head_dim
-    tile = chunk_tile(n, p, torch.bfloat16)
-    T, tiles_n, tiles_p = tile.tokens, -(-n // tile.states), -(-p // tile.channels)
+    tile = chunk_tile(n, p, torch.bfloat16, 90)
+    T, tiles_n, tiles_p = tile.tokens, -(-n // tile.states_of_features), -(-p // tile.channels)
     features, row, states, result = feature_bytes * n, 2 * p, 2 * n * p / T, 4 * n
     state_product, pairs, mixed = 2 * n * p, 2 * T * n, 2 * T * p
     walk = Kernel("walk", state_product, features + row + states)
