@@ -6,7 +6,7 @@ import sys
 from tests.test_layers_of_imports import NAMES, PACKAGE
 
 OPTIONAL = ("mamba_ssm", "causal_conv1d", "triton", "wandb", "lm_eval", "accelerate", "sentencepiece", "datasets")
-ADAPTERS = ("megahedge.evaluation.lm_eval.", "megahedge.kernels.triton_ch")
+ADAPTERS = ("megahedge.evaluation.lm_eval.", "megahedge.kernels.triton_channel", "megahedge.kernels.triton_chunk")
 """What the modules below are there for, and Triton's kernels with what launches them; who asks for these says what is missing."""
 
 _PROGRAM = '''
