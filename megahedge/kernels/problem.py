@@ -35,6 +35,12 @@ class Problem:
     dtype: torch.dtype
     """Of the arithmetic: float32 or float64."""
     needs_grad: bool
+    # Kernels of other projects start from nothing and go through to the end.  A backend can only refuse, and `auto` only go on to the
+    # next, by what stands here: once a scan runs it is too late.
+    boundaries: bool = False
+    """Whether the state is reset on the way."""
+    initial_state: bool = False
+    """Whether something is remembered from before the first token."""
 
     @property
     def per_channel(self) -> bool:

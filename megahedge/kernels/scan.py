@@ -149,6 +149,8 @@ def _prepare(C, B, V, step, rate, normalize, initial_state, boundaries, step_axi
         device=C.device.type,
         dtype=dtype,
         needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
+        boundaries=boundaries is not None,
+        initial_state=initial_state is not None,
     )
     if rate is not None:
         rate = rate.to(dtype).reshape(*rate.shape, *[1] * (3 - rate.dim()))

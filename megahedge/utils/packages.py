@@ -12,8 +12,20 @@ def import_fault(package: str, error: Exception) -> str:
 
     package: its name for pip.  error: whatever the import raised, of a broken wheel anything.
     """
-    reason = f"{package} cannot be imported ({type(error).__name__}: {' '.join(str(error).split())}); pip install "
+    reason = f"{package} cannot be imported ({_told(error)}); pip install "
     return Broken(f"{reason}--force-reinstall {package}") if is_installed(package) else f"{reason}{package}"
+
+
+def call_fault(package: str, error: Exception) -> Broken:
+    """Why an optional package that can be imported does not work, in one line.
+
+    package: its name for pip.  error: what a call raised, such as for a symbol that its binary lacks or a GPU that it was not built for.
+    """
+    return Broken(f"{package} does not work ({_told(error)}); pip install --force-reinstall {package}")
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def is_installed(package: str) -> bool:
