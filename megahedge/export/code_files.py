@@ -17,8 +17,11 @@ import megahedge
 
 ROOTS = ("megahedge.export.configuration_hedge_mamba", "megahedge.export.modeling_hedge_mamba")
 _MODEL_FILE = "modeling_hedge_mamba.py"
-REPLACED = {"megahedge.kernels.registry": "megahedge.export.scan_backends"}
-"""Modules in whose place another travels: the registry knows compiled backends and our errors."""
+REPLACED = {
+    "megahedge.kernels.registry": "megahedge.export.scan_backends",
+    "megahedge.kernels.conv_registry": "megahedge.export.conv_backends",
+}
+"""Modules in whose place another travels: the registries know compiled backends and our errors."""
 _DIGEST = "all files: "
 _IMPORT = re.compile(r"^from (megahedge[\w.]*) import ", re.MULTILINE)
 
