@@ -22,7 +22,8 @@ def causal_conv(
 
     x [b, t, d];  weight [d, k];  bias [d] or None;  initial [b, k - 1, d]: the inputs before the first, zeros by default.
     boundaries [b, t] bool: True where a new document begins; no tap reaches across it.
-    Whatever the backend, the identity filter (0, ..., 0, 1) without bias gives back x bit for bit, as long as x is finite.
+    Whatever the backend, the identity filter (0, ..., 0, 1) without bias gives back x bit for bit, as long as x is finite
+    (and, on a GPU, not below 1.2e-38 without being 0).
     Returns y [b, t, d] in x.dtype and the last k - 1 inputs [b, k - 1, d], the `initial` of the tokens that follow.  After a boundary
     among these, the inputs before it are zeros.
     Raises ValueError if shapes do not fit, or if the named backend cannot run this problem, with its reason.

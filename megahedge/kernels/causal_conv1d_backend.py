@@ -2,7 +2,8 @@
 
 They convert x and the filter to fp32, add up in fp32 from the bias on, and round once, when y is stored (csrc/causal_conv1d_fwd.cu).
 So the identity filter (0, ..., 0, 1) without bias gives back x bit for bit, as long as x is finite: the hand-over from one stage to
-the next relies on it.  Other filters come nearer to exact sums than the torch backend does, which rounds after each tap.
+the next relies on it.  (They are compiled with --use_fast_math, by which numbers below 1.2e-38 become 0.)  Other filters come nearer
+to exact sums than in the torch backend, which rounds after each tap.
 """
 
 # b batch, t seq_len, d channels, k conv_kernel (number of taps)
@@ -62,7 +63,7 @@ def load(device: str) -> Callable | str:
     except Exception as error:  # whatever a broken wheel raises
         return import_fault("causal-conv1d", error)
     try:
-        try_once(causal_conv1d_fn, torch.ones(1, 8, 8, device=device), torch.ones(8, 4, device=device))
+        try_once(causal_conv1d_fn, torch.ones(1, 8, 8, device=device).transpose(1, 2), torch.ones(8, 4, device=device))
     except Exception as error:
         return call_fault("causal-conv1d", error)
     return causal_conv1d_fn

@@ -39,10 +39,22 @@ class Case:
         return "channel" in (self.structure, self.step_axis)
 
     def runnable_by(self, backend: str) -> bool:
+        return self.refusal_of(backend) is None
+
+    def refusal_of(self, backend: str) -> str | None:
         problem = Problem(
-            self.structure, self.step_axis, self.normalize, self.state_size, self.head_dim, "cpu", torch.float32, needs_grad=True
+            self.structure,
+            self.step_axis,
+            self.normalize,
+            self.state_size,
+            self.head_dim,
+            "cpu",
+            torch.float32,
+            needs_grad=True,
+            boundaries=self.documents,
+            initial_state=self.initial,
         )
-        return BACKENDS[backend].supports(problem) is None
+        return BACKENDS[backend].supports(problem)
 
 
 GRID = [Case(structure, step_axis) for structure, step_axis in itertools.product(STRUCTURES, STEP_AXES)]
