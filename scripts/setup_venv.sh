@@ -22,6 +22,9 @@ setup_venv() {
     echo "installing megahedge[$extras] and the versions in constraints.txt (some minutes on a fresh machine)"
     install_torch || return
     pip_install -c constraints.txt -e ".[$extras]" || return
+    if [ "$extras" = dev ]; then
+        install_references || echo "the reference code of mamba-ssm and causal-conv1d cannot be had: tests that need it are skipped" >&2
+    fi
     echo "$wanted" >".venv/.installed-$extras"
 }
 
@@ -38,6 +41,13 @@ install_torch() {
     # uv knows where PyTorch keeps its CPU builds
     pip_install uv && .venv/bin/uv pip install --python .venv/bin/python --torch-backend cpu "$torch" && return
     pip_install "$torch"
+}
+
+# What the tests compare our adapters with.  Built without CUDA these packages hold Python alone and cannot be imported as they are, so
+# that they lie in a folder of their own, where nothing but the tests looks.  No dependencies: they would bring compilers of kernels.
+install_references() {
+    MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE CAUSAL_CONV1D_FORCE_BUILD=TRUE CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE \
+        pip_install -c constraints.txt --no-build-isolation --no-deps --upgrade --target .venv/references causal-conv1d mamba-ssm
 }
 
 # pip's own bars on a terminal; elsewhere a line for each package that it fetches, and for the installation.  The status is pip's.

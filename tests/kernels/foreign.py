@@ -1,11 +1,15 @@
 """Packages of other projects on a machine without a GPU: real ones with their binaries stubbed, and fakes that are broken."""
 
+import importlib.util
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 BINARIES = ("selective_scan_cuda", "causal_conv1d_cuda")
+REFERENCES = Path(sys.prefix, "references")
+"""Where scripts/setup_venv.sh puts packages without their binaries."""
 
 BREAKS = {
     "binary missing": "raise ImportError('libcudart.so.12: cannot open shared object file')",
@@ -20,12 +24,12 @@ BREAKS = {
 
 def import_or_skip(monkeypatch, module):
     """A module of a package that wants its CUDA binaries, which no code that runs on a CPU calls."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(REFERENCES)])
     for binary in BINARIES:
-        if binary not in sys.modules:
+        if binary not in sys.modules and importlib.util.find_spec(binary) is None:
             monkeypatch.setitem(sys.modules, binary, ModuleType(binary))
-    return pytest.importorskip(
-        module, reason=f"{module.split('.')[0]} is not installed: scripts/setup_venv.sh says how, without CUDA", exc_type=ImportError
-    )
+    reason = f"there is no {module.split('.')[0]}, not even without CUDA; scripts/setup_venv.sh installs it for tests"
+    return pytest.importorskip(module, reason=reason, exc_type=ImportError)
 
 
 def install_fake(monkeypatch, folder, package, contents):
