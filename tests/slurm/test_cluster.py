@@ -84,7 +84,7 @@ def _environment() -> dict[str, str]:
 def _submit(cluster: Cluster, folder: Path, file: str, *words: str, options: tuple[str, ...] = ()) -> str:
     """Number of the job.  Both nodes are this machine, whose name no other can resolve."""
     submit = ["sbatch", "--parsable", *_SIZE, *options, f"--output={folder}-%j.out", f"scripts/slurm/{file}.sbatch", *words]
-    return cluster(*submit, cwd=REPOSITORY, **_environment(), MASTER_ADDR="127.0.0.1").strip()
+    return cluster(*submit, cwd=REPOSITORY, **_environment() | {"MASTER_ADDR": "127.0.0.1"}).strip()
 
 
 def _wait_for_step(run: Path, step: int) -> None:
