@@ -38,13 +38,13 @@ def slots(launch: Launch, needs: Needs) -> float | None:
     return min(loops) / states if loops else None
 
 
-def rows(head_dims: tuple[int, ...], capabilities: tuple[int, ...]) -> Iterator[str]:
+def rows(configurations: list[Configuration], head_dims: list[int], capabilities: list[int]) -> Iterator[str]:
     """Lines of the table, each launch once."""
     seen = set()
     yield "| kernel | configuration | head_dim | architecture | registers | stack | shared memory | slots | products |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for head_dim in head_dims:
-        for configuration in CONFIGURATIONS:
+        for configuration in configurations:
             for capability in capabilities:
                 for launch in launches_of(configuration, head_dim, capability):
                     if (launch, capability) in seen:
@@ -64,9 +64,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--head_dims", type=int, nargs="+", default=HEAD_DIMS)
     parser.add_argument("--capabilities", type=int, nargs="+", default=(80, 90, 100))
+    parser.add_argument("--configurations", nargs="+", choices=[*map(str, CONFIGURATIONS)], default=[*map(str, CONFIGURATIONS)])
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    for line in rows(tuple(arguments.head_dims), tuple(arguments.capabilities)):
+    configurations = [each for each in CONFIGURATIONS if str(each) in arguments.configurations]
+    for line in rows(configurations, arguments.head_dims, arguments.capabilities):
         print(line, flush=True)
 
 

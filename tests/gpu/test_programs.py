@@ -33,10 +33,10 @@ def test_measure_without_a_gpu_says_so():
 @pytest.mark.slow
 def test_roofline_and_compile_table_are_printed():
     pytest.importorskip("triton", reason="triton is not installed")
-    done = run_program("compile_table", "--head_dims", "32", "--capabilities", "90")
+    done = run_program("compile_table", "--head_dims", "32", "--capabilities", "90", "--configurations", "none, step 1, bfloat16")
     assert done.returncode == 0, done.stderr
     rows = [line.split("|")[1:-1] for line in done.stdout.splitlines()[2:]]
-    assert len(rows) > 20 and {row[5].strip() for row in rows} == {"0"}  # the stack
+    assert len(rows) >= 4 and {row[5].strip() for row in rows} == {"0"}  # the stack
     done = run_program("roofline")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("| 1B |") == 4
