@@ -154,25 +154,26 @@ def _run_chunk_scan(inputs: ScanInputs) -> ScanOutputs:
 @functools.cache
 def _load_selective_scan(device: str) -> Callable | str:
     """selective_scan_fn, or why there is none that works on this type of device."""
-    u, A, B = torch.ones(1, 8, 16, device=device), -torch.ones(8, 16, device=device), torch.ones(1, 1, 16, 16, device=device)
-    return _working("mamba_ssm.ops.selective_scan_interface", "selective_scan_fn", u, u, A, B, B)
+    shapes = ((1, 8, 16), (1, 8, 16), (8, 16), (1, 1, 16, 16), (1, 1, 16, 16))  # of u, delta, A, B and C
+    return _working("mamba_ssm.ops.selective_scan_interface", "selective_scan_fn", device, shapes)
 
 
 @functools.cache
 def _load_chunk_scan(device: str) -> Callable | str:
     """mamba_chunk_scan_combined, or why there is none that works on this type of device."""
-    x, dt, A = torch.ones(1, 16, 1, 16, device=device), torch.ones(1, 16, 1, device=device), -torch.ones(1, device=device)
-    return _working("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", x, dt, A, x, x, CHUNK_SIZE)
+    shapes = ((1, 16, 1, 16), (1, 16, 1), (1,), (1, 16, 1, 16), (1, 16, 1, 16))  # of x, dt, A, B and C
+    return _working("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", device, shapes, CHUNK_SIZE)
 
 
-def _working(module: str, name: str, *trial) -> Callable | str:
-    """A function of the package, or what is wrong with it."""
+def _working(module: str, name: str, device: str, shapes: tuple[tuple[int, ...], ...], *others) -> Callable | str:
+    """A function of the package, or what is wrong with it, found out by a call of it with tensors of these shapes."""
     try:
         function = getattr(importlib.import_module(module), name)
     except Exception as error:  # whatever a broken wheel raises
         return import_fault("mamba-ssm", error)
     try:
-        try_once(function, *trial)
+        # negative, as A has to be
+        try_once(function, *(torch.full(shape, -0.5, device=device) for shape in shapes), *others)
     except Exception as error:
         return call_fault("mamba-ssm", error)
     return function
