@@ -4,57 +4,37 @@ Without a GPU the same kernels run, slowly, in Triton's interpreter, where TRITO
 """
 
 import functools
-import os
-from types import ModuleType
 
 import torch
 
+from megahedge.kernels import triton_loading
 from megahedge.kernels.problem import Backend, Problem, ScanInputs, ScanOutputs
 from megahedge.kernels.triton_check import find_fault
-from megahedge.utils.packages import Broken, import_fault
 
-
-def interpreting() -> bool:
-    """Whether Triton runs its kernels in Python, on any device."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+_BY_CHANNEL, _BY_CHUNKS = "triton_channel", "triton_chunks"
+"""Modules that launch kernels for decays by channel, and for all others."""
 
 
 def supports(problem: Problem) -> str | None:
     """A Triton that does not import counts as missing."""
-    if problem.device != "cuda" and not interpreting():
-        return "it runs on GPUs only"
+    reason = triton_loading.refusal(problem.device, _BY_CHANNEL, _BY_CHUNKS)
+    if reason is not None:
+        return reason
     if problem.dtype != torch.float32:
         return "its states are fp32"
-    launchers = _load_launchers()
-    if isinstance(launchers, str):
-        return launchers
     return _fault(problem.structure, problem.step_axis) if problem.device == "cuda" else None
 
 
 @functools.cache
 def _fault(structure: str, step_axis: str | None) -> str | None:
     """Why the kernels are not to be trusted on this GPU, found out once in a process."""
-    try:
-        fault = find_fault(BACKEND, structure, step_axis, "cuda")
-    except Exception as error:  # of the compiler, the driver
-        fault = f"its kernels do not run on this GPU ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
-    return None if fault is None else Broken(fault)
-
-
-@functools.cache
-def _load_launchers() -> tuple[ModuleType, ModuleType] | str:
-    """What runs decays by channel and all others, or why there is nothing: the kernels are compiled at their first call."""
-    try:
-        from megahedge.kernels import triton_channel, triton_chunks
-    except Exception as error:  # whatever a broken wheel raises
-        return import_fault("triton", error)
-    return triton_channel, triton_chunks
+    return triton_loading.fault_of(lambda: find_fault(BACKEND, structure, step_axis, "cuda"))
 
 
 def run(inputs: ScanInputs) -> ScanOutputs:
     """Shapes as in ScanInputs."""
-    channel, chunks = _load_launchers()
-    return (channel if inputs.problem.decay_per_channel else chunks).run(_interpretable(inputs))
+    launcher = triton_loading.load(_BY_CHANNEL if inputs.problem.decay_per_channel else _BY_CHUNKS)
+    return launcher.run(_interpretable(inputs))
 
 
 def _interpretable(inputs: ScanInputs) -> ScanInputs:

@@ -15,8 +15,10 @@ from megahedge.kernels.problem import ScanInputs, ScanOutputs
 from megahedge.kernels.tiles import channel_tile
 from megahedge.kernels.triton_launch import capability_of, layers_of, like, on_device_of, part_of, put_sum
 
-_PROGRAMS = 1024
-"""What keeps a large GPU busy; sequences beyond that are worked on later, in the same workspace."""
+_FEATURES = 1 << 31
+"""Numbers of a sequence whose places are no 32-bit numbers any more."""
+_PROGRAMS = 512
+"""About two rounds of what a large GPU runs at once; sequences beyond that are worked on later, in the same workspace."""
 
 
 def run(inputs: ScanInputs) -> ScanOutputs:
@@ -113,7 +115,7 @@ def channel_backward(
 
 def _own_weights(C: Tensor, B: Tensor, step: Tensor, by_state: bool) -> Tensor:
     """What a token gives to itself of what it takes in, [b, t, h, 1]."""
-    return (C * (B * step if by_state else B)).sum(dim=-1, keepdim=True, dtype=torch.float32)
+    return (C.float() * (B * step if by_state else B)).sum(dim=-1, keepdim=True)
 
 
 def _add_own(C, B, V, step, slope, slope_z, grad_C, grad_B, grad_V, grad_step, *, by_state: bool) -> None:
@@ -124,7 +126,7 @@ def _add_own(C, B, V, step, slope, slope_z, grad_C, grad_B, grad_V, grad_step, *
         slope_of_weights = slope_of_weights if slope_z is None else slope_of_weights + slope_z.sum(dim=-1, keepdim=True)
         grad_C.addcmul_(slope_of_weights, B * step)
         grad_B.addcmul_(slope_of_weights, C * step)
-        grad_step.addcmul_(slope_of_weights, C * B)
+        grad_step.addcmul_(slope_of_weights, C.float() * B)
         grad_V.addcmul_(weights, slope)
         return
     by_step = slope * V if slope_z is None else slope * V + slope_z
@@ -174,6 +176,8 @@ class _ChannelLaunch:
     def __call__(self, kernel: str, part: slice, C, B, V, step, rate, boundaries, *others: Tensor | None) -> None:
         inputs = (*(x[part] for x in (C, B, V, step)), rate, part_of(boundaries, part), *others)
         sweep = {} if kernel == "forward" else {"STRETCH": CHECKPOINT_INTERVAL}
+        if kernel == "sweep_backwards":
+            sweep["WIDE"] = C[0].numel() >= _FEATURES or V[0].numel() >= _FEATURES
         warps = self.tile.warps_backwards if kernel == "sweep_backwards" else self.tile.warps
         grid = ((part.stop - part.start) * self.heads, self.tiles_p, self.tiles_n)
         with on_device_of(C):

@@ -184,12 +184,13 @@ def sweep_backwards(
     C, B, V, STEP, RATE, RESETS, SLOPE, SLOPE_Z, RATED, SINCE, LEFT, LEFT_Z, GRAD_H, GRAD_Z, GRAD_RATE, GRAD_STEP, GRAD_B, GRAD_V,
     seq_len, heads, rate_heads,
     N: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, STRETCH: tl.constexpr,
-    BY_STATE: tl.constexpr, NORMALIZE: tl.constexpr, HAS_RESETS: tl.constexpr,
+    BY_STATE: tl.constexpr, NORMALIZE: tl.constexpr, HAS_RESETS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The adjoint states from the last token to the first, and the rest of the gradients.
 
     RATED, SINCE, LEFT and LEFT_Z are those of the sweep forwards, GRAD_RATE is finished;  GRAD_H, GRAD_Z [b, h, n, p] are the gradients of
     the last states, which become those of the first;  GRAD_STEP is like RATED;  GRAD_B [j, b, t, h, n], GRAD_V [i, b, t, h, p].
+    WIDE: a sequence has 2^31 features or more.
     """
     EVEN_N: tl.constexpr = N % BLOCK_N == 0
     EVEN_P: tl.constexpr = P % BLOCK_P == 0
@@ -204,7 +205,8 @@ def sweep_backwards(
     adjoint = _row(GRAD_H + place * N * P, cell, inside, EVEN)
     adjoint_z = _row(GRAD_Z + place * N * P, cell, inside, EVEN) if NORMALIZE else adjoint
     grad_rate = _row(GRAD_RATE + place * N * P, cell, inside, EVEN)
-    # Of the 255 registers of a thread none is free: places within a sequence are 32-bit numbers, and what is left lies tile by tile.
+    # Of the 255 registers of a thread none is free: places within a sequence are 32-bit numbers where these suffice, and what is left
+    # lies tile by tile.
     sequence = batch * seq_len * heads
     rows = (tl.num_programs(0) // heads).to(tl.int64) * seq_len * heads
     layer_n, layer_p = tl.program_id(1) * rows + sequence, tl.program_id(2) * rows + sequence
@@ -216,7 +218,8 @@ def sweep_backwards(
         SLOPE_Z += sequence * P
     if HAS_RESETS:
         RESETS += batch * seq_len
-    row = ((seq_len - 1) * heads + head).to(tl.int32)
+    row = (seq_len - 1) * heads + head
+    row = row if WIDE else row.to(tl.int32)
     stretches = tl.cdiv(seq_len, STRETCH)
     local = tl.arange(0, BLOCK_N)[:, None] * BLOCK_P + tl.arange(0, BLOCK_P)[None, :]
     tile = (place * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + tl.program_id(2)

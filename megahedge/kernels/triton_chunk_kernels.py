@@ -27,6 +27,17 @@ NO_DECAY, BY_HEAD, BY_STATE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
+def _placed(seq_len, heads, T: tl.constexpr):
+    """Of a program that works on a chunk: batch, head, chunk, and the chunk's number among those of all heads.
+
+    The grid is (b c h, tiles), as only its first number may exceed 65535.  Heads lie side by side in memory, and so do their programs.
+    """
+    program, chunks = tl.program_id(0), tl.cdiv(seq_len, T)
+    batch, head, chunk = (program // heads // chunks).to(tl.int64), program % heads, program // heads % chunks
+    return batch, head, chunk, (batch * heads + head) * chunks + chunk
+
+
+@triton.jit
 def _dot(a, b, sums, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """sums + a @ b."""
     return tl.dot(a.to(DOT), b.to(DOT), sums, input_precision=PRECISION)
@@ -165,15 +176,12 @@ def outputs(
     """C_t h_t, divided by C_t z_t where there is one, Y [b, t, h, p], and C_t z_t itself, DENOMINATOR [b, t, h].
 
     A denominator below eps in magnitude counts as eps of its sign.  PAIRS is that of pairs_by_state, for decays by state.
-
-    The grid is (b h, c, tiles along p).
+    The tiles of the grid are those along p.
     """
-    place, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    batch, head = place // heads, place % heads
-    p, t = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P), chunk * T + tl.arange(0, T)
+    batch, head, chunk, start = _placed(seq_len, heads, T)
+    p, t = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P), chunk * T + tl.arange(0, T)
     in_p, in_t = p < P, t < seq_len
     rows = (batch * seq_len + t) * heads + head
-    start = place * tl.num_programs(1) + chunk
     weights, numerator = tl.zeros([T, T], tl.float32), tl.zeros([T, BLOCK_P], tl.float32)
     denominator = tl.zeros([T], tl.float32)
     for first in range(0, N, BLOCK_N):
@@ -207,7 +215,7 @@ def outputs(
     numerator = _dot(weights, v, numerator * before[:, None], DOT, PRECISION)
     if NORMALIZE:
         denominator = denominator * before + tl.sum(weights.to(tl.float32), 1)
-        if tl.program_id(2) == 0:
+        if tl.program_id(1) == 0:
             tl.store(DENOMINATOR + rows, denominator, mask=in_t)
         floor = tl.where(denominator < 0, -eps, eps)
         numerator /= tl.where(tl.abs(denominator) < eps, floor, denominator)[:, None]
@@ -224,14 +232,12 @@ def gradients_of_features(
 ):  # fmt: skip
     """GRAD_C, GRAD_B [b, t, h, n], and a tile's shares in those of weight and decay, GRAD_WEIGHT, GRAD_LOG, GRAD_LOG_NEXT [i, b, t, h].
 
-    GRAD_LOG_NEXT belongs to the next token of the same chunk.  The grid is (b h, c, tiles along n).
+    GRAD_LOG_NEXT belongs to the next token of the same chunk.  The tiles of the grid are those along n.
     """
-    place, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    batch, head = place // heads, place % heads
-    n, t = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N), chunk * T + tl.arange(0, T)
+    batch, head, chunk, start = _placed(seq_len, heads, T)
+    n, t = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), chunk * T + tl.arange(0, T)
     in_n, in_t = n < N, t < seq_len
     rows = (batch * seq_len + t) * heads + head
-    start = place * tl.num_programs(1) + chunk
     slopes, grad_c = tl.zeros([T, T], tl.float32), tl.zeros([T, BLOCK_N], tl.float32)
     grad_b, through = tl.zeros([T, BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.float32)
     for first in range(0, P, BLOCK_P):
@@ -267,7 +273,7 @@ def gradients_of_features(
     c = tl.load(C + rows[:, None] * N + n[None, :], mask=in_feature, other=0.0).to(tl.float32)
     b = tl.load(B + rows[:, None] * N + n[None, :], mask=in_feature, other=0.0).to(tl.float32)
     if DECAYS == BY_HEAD or WEIGHTED:
-        share = tl.program_id(2).to(tl.int64) * (tl.num_programs(0) // heads) * seq_len * heads + rows
+        share = tl.program_id(1).to(tl.int64) * (tl.num_programs(0) // tl.cdiv(seq_len, T)) * seq_len + rows
         pairs = slopes * _dot(c, tl.trans(b), tl.zeros([T, T], tl.float32), DOT, PRECISION)
         leaving = tl.sum(b * grad_b, 1)
         if WEIGHTED:
@@ -299,13 +305,11 @@ def gradients_of_values(
     DOT: tl.constexpr, PRECISION: tl.constexpr, DECAYS: tl.constexpr, WEIGHTED: tl.constexpr, NORMALIZE: tl.constexpr,
     HAS_RESETS: tl.constexpr,
 ):  # fmt: skip
-    """GRAD_V [b, t, h, p].  The grid is (b h, c, tiles along p)."""
-    place, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    batch, head = place // heads, place % heads
-    p, t = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P), chunk * T + tl.arange(0, T)
+    """GRAD_V [b, t, h, p].  The tiles of the grid are those along p."""
+    batch, head, chunk, start = _placed(seq_len, heads, T)
+    p, t = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P), chunk * T + tl.arange(0, T)
     in_p, in_t = p < P, t < seq_len
     rows = (batch * seq_len + t) * heads + head
-    start = place * tl.num_programs(1) + chunk
     weights, grad_v = tl.zeros([T, T], tl.float32), tl.zeros([T, BLOCK_P], tl.float32)
     for first in range(0, N, BLOCK_N):
         n = first + tl.arange(0, BLOCK_N)
@@ -343,9 +347,8 @@ def pairs_by_state(
     C, B, LOG_DECAY, RESETS, PAIRS, seq_len, heads,
     N: tl.constexpr, T: tl.constexpr, BLOCK_N: tl.constexpr, HAS_RESETS: tl.constexpr,
 ):  # fmt: skip
-    """Weights of the pairs of tokens of a chunk, PAIRS [b, t, h, T]: of each token those of the chunk's tokens.  The grid is (b h, c)."""
-    place, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    batch, head = place // heads, place % heads
+    """Weights of the pairs of tokens of a chunk, PAIRS [b, t, h, T]: of each token those of the chunk's tokens.  See _placed."""
+    batch, head, chunk, _start = _placed(seq_len, heads, T)
     order = tl.arange(0, T)
     t = chunk * T + order
     in_t = t < seq_len
@@ -374,14 +377,12 @@ def gradients_of_features_by_state(
     N: tl.constexpr, P: tl.constexpr, T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, NORMALIZE: tl.constexpr, HAS_RESETS: tl.constexpr,
 ):  # fmt: skip
-    """GRAD_C, GRAD_B and GRAD_LOG [b, t, h, n].  The grid is (b h, c, tiles along n)."""
-    place, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    batch, head = place // heads, place % heads
-    n, order = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, T)
+    """GRAD_C, GRAD_B and GRAD_LOG [b, t, h, n].  The tiles of the grid are those along n."""
+    batch, head, chunk, start = _placed(seq_len, heads, T)
+    n, order = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, T)
     t = chunk * T + order
     in_n, in_t = n < N, t < seq_len
     rows = (batch * seq_len + t) * heads + head
-    start = place * tl.num_programs(1) + chunk
     slopes, grad_c = tl.zeros([T, T], tl.float32), tl.zeros([T, BLOCK_N], tl.float32)
     grad_b, through = tl.zeros([T, BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.float32)
     for first in range(0, P, BLOCK_P):

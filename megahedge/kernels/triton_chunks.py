@@ -135,7 +135,7 @@ def chunk_backward(inputs: _Inputs, y, denominator, grad_y, grad_h, grad_z, eps:
     if denominator is not None:
         divisor, small = divisor_of(denominator, eps)
         slope_z = ((slope * y).sum(dim=-1, dtype=torch.float32) / divisor).neg_().masked_fill_(small, 0.0)
-    gradients = [None if x is None else like(x) for x in inputs[:-1]]
+    gradients = [torch.empty_like(x) for x in inputs[:3]] + [None if x is None else like(x) for x in inputs[3:-1]]
     last_h, last_z = like(inputs.h), None if inputs.z is None else like(inputs.z)  # of no use here
     for part in _slices(inputs):
         launch = _ChunkLaunch(inputs.sequences(part))
@@ -213,7 +213,7 @@ class _ChunkLaunch:
         C, B, _, log_decay, *_, boundaries = self._inputs
         pairs = C.new_empty(*C.shape[:3], self._tile.tokens, dtype=torch.float32)
         constants = {name: self._sizes[name] for name in ("N", "T", "BLOCK_N")} | self._resets
-        self._launch(kernels.pairs_by_state, (self._batch * self._heads, self._chunks), (C, B, log_decay, boundaries, pairs), constants)
+        self._launch(kernels.pairs_by_state, self._of_chunks(1), (C, B, log_decay, boundaries, pairs), constants)
         return pairs
 
     def outputs(self, states: _States, y: Tensor, denominator: Tensor | None, eps: float) -> None:
@@ -258,9 +258,9 @@ class _ChunkLaunch:
         constants = self._sizes | self._products | self._kind | self._normalize | self._resets
         self._launch(kernels.gradients_of_values, self._of_chunks(self._tiles_p), tensors, constants)
 
-    def _of_chunks(self, tiles: int) -> tuple[int, int, int]:
-        """The grid of kernels that work on all chunks at once; only its first number may exceed 65535."""
-        return self._batch * self._heads, self._chunks, tiles
+    def _of_chunks(self, tiles: int) -> tuple[int, int]:
+        """The grid of kernels that work on all chunks at once."""
+        return self._batch * self._heads * self._chunks, tiles
 
     def _launch(self, kernel, grid: tuple[int, ...], tensors: tuple[Tensor | float | None, ...], constants: dict) -> None:
         with on_device_of(tensors[0]):

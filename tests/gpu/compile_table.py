@@ -10,28 +10,44 @@ from unittest import mock
 
 import torch
 
-from megahedge.kernels import triton_backend
+from megahedge.kernels import triton_loading
 from tests.gpu.compiled import Launch, Needs, compiled, noted_launches
-from tests.gpu.configurations import CONFIGURATIONS, HEAD_DIMS, Configuration, run_both_ways
+from tests.gpu.configurations import CONFIGURATIONS, HEAD_DIMS, Configuration, run_around, run_both_ways
+
+_SIZES = {"batch": 2, "seq_len": 1024, "heads": 8}
 
 
 def launches_of(configuration: Configuration, head_dim: int, capability: int) -> list[Launch]:
     """Each kernel that a scan and its backward launch on a GPU of that compute capability, once."""
+    with as_on_gpu(capability) as launches:
+        run_both_ways(configuration.inputs(head_dim, **_SIZES), "triton")
+    return launches
+
+
+def launches_around(head_dim: int) -> list[Launch]:
+    """Each kernel of the convolution and of the feature map's softmax."""
+    with as_on_gpu(90) as launches:  # they are the same everywhere
+        run_around(head_dim, **_SIZES)
+    return launches
+
+
+@contextlib.contextmanager
+def as_on_gpu(capability: int) -> Iterator[list[Launch]]:
+    """Within `with`, Triton's kernels are said to run where tensors have no memory, and are noted."""
     from megahedge.kernels import triton_channel, triton_chunks
 
     with contextlib.ExitStack() as patches:
         launches = patches.enter_context(noted_launches())
-        patches.enter_context(mock.patch.object(triton_backend, "interpreting", return_value=True))
+        patches.enter_context(mock.patch.object(triton_loading, "interpreting", return_value=True))
         for launcher in (triton_channel, triton_chunks):
             patches.enter_context(mock.patch.object(launcher, "capability_of", return_value=capability))
-        run_both_ways(configuration.inputs(head_dim, batch=2, seq_len=1024, heads=8), "triton")
-    return launches
+        yield launches
 
 
 def slots(launch: Launch, needs: Needs) -> float | None:
     """Instructions for each state and token, where a loop goes from token to token."""
     sizes = dict(launch.constants)
-    if "T" in sizes or not needs.loops:
+    if "BLOCK_N" not in sizes or "T" in sizes or not needs.loops:
         return None
     states = sizes["BLOCK_N"] * sizes["BLOCK_P"] / (32 * launch.warps)
     loops = [loop.total() for loop in needs.loops if loop["MUFU"] >= states]
@@ -44,15 +60,16 @@ def rows(configurations: list[Configuration], head_dims: list[int], capabilities
     yield "| kernel | configuration | head_dim | architecture | registers | stack | shared memory | slots | products |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for head_dim in head_dims:
-        for configuration in configurations:
+        for what in (*configurations, "around the scan"):
             for capability in capabilities:
-                for launch in launches_of(configuration, head_dim, capability):
+                scans = isinstance(what, Configuration)
+                for launch in launches_of(what, head_dim, capability) if scans else launches_around(head_dim):
                     if (launch, capability) in seen:
                         continue
                     seen.add((launch, capability))
                     needs = compiled(launch, capability)
                     each = slots(launch, needs)
-                    cells = (_name(launch), configuration, head_dim, f"sm_{capability}", needs.registers, needs.stack, needs.shared)
+                    cells = (_name(launch), what, head_dim, f"sm_{capability}", needs.registers, needs.stack, needs.shared)
                     yield "| " + " | ".join(map(str, (*cells, f"{each:.1f}" if each else "", needs.products or ""))) + " |"
 
 

@@ -1,6 +1,6 @@
 """Compiling the Triton kernels for GPUs that are not there, and reading from the machine code what they need.
 
-What is compiled is what a scan would launch: the launchers run on tensors without memory, and their launches are noted instead of made.
+What is compiled is what would be launched: the launchers run on tensors without memory, and their launches are noted instead of made.
 """
 
 import collections
@@ -25,7 +25,7 @@ SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """Bytes of shared memory that a program may use, by compute capability."""
 MAX_REGISTERS = 255
 """Of a thread."""
-_TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.bool: "*i1"}
+_TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.bool: "*i1", torch.int64: "*i64"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ def noted_launches() -> Iterator[list[Launch]]:
     launches: dict[Launch, None] = {}
     result: list[Launch] = []
 
-    def note(kernel, *arguments, grid, warmup, num_warps, num_stages, **constants):
+    def note(kernel, *arguments, grid, warmup, num_warps, num_stages=3, **constants):
         launch = _launch(kernel, arguments, constants, num_warps, num_stages)
         if launch not in launches:
             launches[launch] = None

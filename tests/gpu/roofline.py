@@ -72,11 +72,14 @@ class Kernel:
 
 
 def chunk_kernels(head_dim: int, *, feature_bytes: int, decays: bool) -> list[Kernel]:
-    """Forward and backward of the scan by chunks with V in bf16; what tiles read again comes from the L2 cache and is not counted."""
+    """Forward and backward of the scan by chunks with V in bf16; what tiles read again comes from the L2 cache and is not counted.
+
+    Gradients of features have as many bytes as features.  States are counted as if none stayed in that cache, either.
+    """
     n, p = 2 * head_dim, head_dim
     tile = chunk_tile(n, p, torch.bfloat16, 90)
     T, tiles_n, tiles_p = tile.tokens, -(-n // tile.states_of_features), -(-p // tile.channels)
-    features, row, states, result = feature_bytes * n, 2 * p, 2 * n * p / T, 4 * n
+    features, row, states = feature_bytes * n, 2 * p, 2 * n * p / T
     state_product, pairs, mixed = 2 * n * p, 2 * T * n, 2 * T * p
     walk = Kernel("walk", state_product, features + row + states)
     of_features = 2 * state_product + tiles_n * mixed + (3 if decays else 2) * pairs
@@ -85,9 +88,19 @@ def chunk_kernels(head_dim: int, *, feature_bytes: int, decays: bool) -> list[Ke
         Kernel("outputs", state_product + tiles_p * pairs + mixed, 2 * features + 2 * row + states),
         walk,  # again, in the backward
         Kernel("walk, reverse", state_product, features + row + states),
-        Kernel("gradients_of_features", of_features, 2 * features + 2 * row + 2 * states + 2 * result),
-        Kernel("gradients_of_values", state_product + tiles_p * pairs + mixed, 2 * features + row + states + 4 * p),
+        Kernel("gradients_of_features", of_features, 4 * features + 2 * row + 2 * states),
+        Kernel("gradients_of_values", state_product + tiles_p * pairs + mixed, 2 * features + 2 * row + states),
     ]
+
+
+def map_kernels(head_dim: int, *, fused: bool) -> list[Kernel]:
+    """The softmax of both feature maps and its backward, of fp32: `fused` by one kernel each way, with features of bf16.
+
+    Else by torch, which negates, concatenates and takes the softmax, each through memory, and the same back.
+    """
+    p = head_dim
+    each = (4 * p + 4 * p, 4 * p + 4 * p + 4 * p) if fused else (8 * p + 16 * p + 16 * p, 24 * p + 8 * p + 12 * p)
+    return [Kernel("features", 0.0, 2 * each[0]), Kernel("gradient", 0.0, 2 * each[1])]
 
 
 def channel_slots(head_dim: int) -> dict[str, float]:
@@ -99,21 +112,24 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     print(f"{H100.name}: {H100.slots / 1e12:.1f}T lane slots/s at {ISSUE}, {H100.products / 1e12:.0f}T at {PRODUCTS}, ", end="")
     print(f"{H100.memory / 1e12:.2f}T bytes/s at {MEMORY}; training, per token")
-    print("| model | dense us | scan | scan us | of dense | tokens/s |")
-    print("|---|---|---|---|---|---|")
+    print("| model | dense us | scan | scan us | of dense | tokens/s | feature maps by torch, us | by Triton, us |")
+    print("|---|---|---|---|---|---|---|---|")
     for model in MODELS:
         dense, heads = model.dense_seconds(H100), model.heads * model.layers
         each = channel_slots(model.head_dim)
         states = 2 * model.head_dim**2
-        _print(model, "channel", dense, heads * states * sum(each.values()) / (H100.slots * ISSUE))
-        for feature_bytes, decays in ((4, False), (4, True), (2, True)):
+        maps = [heads * sum(kernel.seconds(H100) for kernel in map_kernels(model.head_dim, fused=fused)) for fused in (False, True)]
+        _print(model, "channel", dense, heads * states * sum(each.values()) / (H100.slots * ISSUE), maps)
+        for feature_bytes, decays in ((4, False), (2, False), (2, True)):
             kernels = chunk_kernels(model.head_dim, feature_bytes=feature_bytes, decays=decays)
             name = f"{'head' if decays else 'none'}, features of {feature_bytes} bytes"
-            _print(model, name, dense, heads * sum(kernel.seconds(H100) for kernel in kernels))
+            _print(model, name, dense, heads * sum(kernel.seconds(H100) for kernel in kernels), maps)
 
 
-def _print(model: Model, name: str, dense: float, scan: float) -> None:
-    print(f"| {model.name} | {dense * 1e6:.2f} | {name} | {scan * 1e6:.2f} | {scan / dense:.2f} | {1 / (dense + scan):.0f} |", flush=True)
+def _print(model: Model, name: str, dense: float, scan: float, maps: list[float]) -> None:
+    cells = (f"{dense * 1e6:.2f}", name, f"{scan * 1e6:.2f}", f"{scan / dense:.2f}", f"{1 / (dense + scan):.0f}")
+    by_torch, by_triton = (f"{taken * 1e6:.2f}" for taken in maps)
+    print("| " + " | ".join((model.name, *cells, by_torch, "" if "4 bytes" in name or name == "channel" else by_triton)) + " |", flush=True)
 
 
 if __name__ == "__main__":

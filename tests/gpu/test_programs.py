@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu.configurations import CONFIGURATIONS
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -21,7 +23,7 @@ def test_measure_compares_and_times():
     done = run_program("measure", "--device", "cpu", "--backend", "auto", *sizes)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "too large" not in done.stdout
-    assert done.stdout.count("| 8 |") == 8  # configurations
+    assert done.stdout.count("| 8 |") == len(CONFIGURATIONS)
     assert "| 160M | none, step 1, bfloat16 | chunked |" in done.stdout
 
 

@@ -12,7 +12,16 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from megahedge.kernels import triton_backend, triton_channel, triton_chunks
+from megahedge.kernels import (
+    causal_conv,
+    features,
+    signed_softmax,
+    triton_backend,
+    triton_channel,
+    triton_chunks,
+    triton_conv_backend,
+    triton_features,
+)
 from megahedge.kernels.triton_check import find_fault
 from tests.kernels.problems import Case, assert_close, inputs, run_backend, run_oracle
 
@@ -75,26 +84,29 @@ GROUPS = {
         Case("channel", "channel", seq_len=9, batch=3, num_heads=1, state_size=8, head_dim=4),
     ],
     "16-bits": [],  # see _check_16_bits
-    "check": [],  # see _check_the_check
+    "check": [],  # see _check_the_checks
+    "convolution": [],  # see _check_the_convolution
+    "features": [],  # see _check_features
 }
 
 
 def _check_16_bits() -> None:
-    """V in bf16 and fp16: y has its dtype, states and the gradients of what is fp32 stay fp32."""
+    """V in bf16 and fp16, features in fp32 and bf16: y and gradients have the dtype of theirs, states and what else is fp32 stay fp32."""
     kinds = (("none", None), ("head", "shared"), ("state", "state"), ("channel", "channel"), ("channel", "state"))
     with mock.patch.object(triton_backend, "_interpretable", lambda inputs: inputs), _products_of_bf16():
         for kind in kinds:
-            for dtype, seq_len in ((torch.bfloat16, 70), (torch.float16, 35)):  # chunks of bf16 have 64 tokens
+            # chunks of bf16 have 64 tokens
+            for dtype, seq_len, narrow in ((torch.bfloat16, 70, "V"), (torch.float16, 35, "V"), (torch.bfloat16, 17, "CBV")):
                 case = Case(*kind, seq_len=seq_len, state_size=32, head_dim=16, num_heads=1)
-                rounded = {name: x.to(dtype).double() if name == "V" else x for name, x in inputs(case)[0].items()}
-                results = run_backend("triton", case, torch.float32, tensors=rounded, dtypes={"V": dtype})
-                assert results["y"].dtype == results["grad V"].dtype == dtype
-                assert all(x.dtype == torch.float32 for name, x in results.items() if name not in ("y", "grad V"))
+                rounded = {name: x.to(dtype).double() if name in narrow else x for name, x in inputs(case)[0].items()}
+                results = run_backend("triton", case, torch.float32, tensors=rounded, dtypes=dict.fromkeys(narrow, dtype))
+                of_dtype = {"y", *(f"grad {name}" for name in narrow)}
+                assert all(x.dtype == (dtype if name in of_dtype else torch.float32) for name, x in results.items())
                 assert_close(results, run_backend("reference", case, tensors=rounded), BF16)
 
 
-def _check_the_check() -> None:
-    """Sound kernels of every kind have no fault, and a wrong one has."""
+def _check_the_checks() -> None:
+    """Sound kernels of every kind have no fault, and wrong ones have."""
     for kind in (("none", None), ("channel", "channel")):  # the others are too slow here; a GPU compares them all before it is trusted
         assert find_fault(triton_backend.BACKEND, *kind, "cpu") is None, kind
     run = triton_backend.run
@@ -105,6 +117,65 @@ def _check_the_check() -> None:
 
     fault = find_fault(dataclasses.replace(triton_backend.BACKEND, run=wrong), "none", None, "cpu")
     assert fault.startswith("on this GPU its output is off by 1.0e-02 of itself from what the backend chunked computes")
+
+    assert triton_conv_backend.find_fault(triton_conv_backend.run, "cpu") is None
+    fault = triton_conv_backend.find_fault(lambda conv_inputs: triton_conv_backend.run(conv_inputs) * 1.01, "cpu")
+    assert fault == "on this GPU its output is off by 1.0e-02 of itself from what the backend torch computes"
+    assert features.find_fault("cpu") is None
+    with mock.patch.object(triton_features, "run", lambda x, dtype: torch.cat((x, -x), -1).mul(1.01).softmax(-1)):
+        assert "the feature map's softmax is off" in features.find_fault("cpu")
+
+
+def _check_the_convolution() -> None:
+    """Against the torch backend in float64: taps, odd sizes, documents, what came before, with all gradients; and in bf16."""
+    generator = torch.Generator().manual_seed(0)
+    for taps, seq_len, channels, documents, before in (
+        (4, 70, 72, True, True),
+        (4, 33, 5, True, False),
+        (3, 2, 64, False, True),
+        (2, 64, 130, True, True),
+        (1, 5, 8, True, True),
+        (8, 3, 8, False, False),
+    ):
+        shapes = {"x": (2, seq_len, channels), "weight": (channels, taps), "bias": (channels,), "initial": (2, taps - 1, channels)}
+        tensors = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+        if not before:
+            del tensors["initial"], tensors["bias"]
+        resets = torch.rand(2, seq_len, generator=generator) < 0.1 if documents else None
+        for dtype, limit in ((torch.float32, 1e-6), (torch.bfloat16, BF16)):
+            results = []
+            for backend, as_dtype in (("torch", torch.float64), ("triton", dtype)):
+                leaves = {name: x.to(dtype).to(as_dtype).requires_grad_() for name, x in tensors.items()}
+                y, last = causal_conv(**leaves, boundaries=resets, backend=backend)
+                slopes = torch.autograd.grad((y.double().square().sum(), last.double().sum()), list(leaves.values()), allow_unused=True)
+                assert y.dtype == as_dtype
+                results.append([y, *(x for x in slopes if x is not None)])
+            for x, expected in zip(results[1], results[0], strict=True):
+                assert (x - expected).norm() <= limit * expected.norm(), (taps, dtype)
+        x = torch.randn(2, seq_len, channels, generator=generator)
+        identity = torch.zeros(channels, taps).index_fill(1, torch.tensor(taps - 1), 1.0)
+        assert torch.equal(causal_conv(x, identity, boundaries=resets, backend="triton")[0], x)
+
+
+def _check_features() -> None:
+    """Odd widths, one row, large values, and bf16 only where it is asked for."""
+    generator = torch.Generator().manual_seed(0)
+    for shape, scale in (((3, 5, 80), 1.0), ((1, 1), 1.0), ((2, 7, 256), 30.0), ((1000, 3), 1e4)):
+        x, slope = torch.randn(shape, generator=generator) * scale, torch.randn(*shape[:-1], 2 * shape[-1], generator=generator)
+        leaf, wide = x.clone().requires_grad_(), x.double().requires_grad_()
+        y, expected = signed_softmax(leaf), torch.cat((wide, -wide), -1).softmax(-1)
+        assert y.dtype == torch.float32 and y.grad_fn.name() == "_SignedSoftmaxBackward"
+        (grad,), (grad_expected,) = torch.autograd.grad(y, leaf, slope), torch.autograd.grad(expected, wide, slope.double())
+        # an exponent has an error of 2^-24 of itself, which may be as large as twice the scale
+        limit = 1e-6 * max(1.0, scale)
+        assert (y - expected).norm() <= limit * expected.norm()
+        assert (grad - grad_expected).norm() <= limit * slope.norm()
+        narrow = signed_softmax(leaf, stored=torch.bfloat16)
+        # the interpreter cuts digits off where a GPU rounds, and does so wrongly below the smallest normal number, 1.2e-38
+        assert narrow.dtype == torch.bfloat16 and (narrow - y).abs().le(y * 2.0**-7 + 1.2e-38).all()
+        assert torch.autograd.grad(narrow, leaf, slope.bfloat16())[0].dtype == torch.float32
+        assert signed_softmax(leaf, stored=torch.float16).dtype == torch.float32
+    assert signed_softmax(torch.empty(0, 4)).shape == (0, 8)
 
 
 def _products_of_bf16():
@@ -125,17 +196,16 @@ def _products_of_bf16():
 
 def main() -> None:
     (name,) = sys.argv[1:]
-    if name == "slices":  # one sequence at a time
-        triton_chunks._CACHED_BYTES = triton_channel._PROGRAMS = 1
+    if name == "slices":  # one sequence at a time, as if it were a very long one
+        triton_chunks._CACHED_BYTES = triton_channel._PROGRAMS = triton_channel._FEATURES = 1
     for case in GROUPS[name]:
         results = run_backend("triton", case, torch.float32)
         # the oracle's memory grows with seq_len^2
         assert_close(results, run_oracle(case) if case.state_size < 64 else run_backend("reference", case), FP32)
         print("ok", case, flush=True)
-    if name == "16-bits":
-        _check_16_bits()
-    if name == "check":
-        _check_the_check()
+    checks = {"16-bits": _check_16_bits, "check": _check_the_checks, "convolution": _check_the_convolution, "features": _check_features}
+    if name in checks:
+        checks[name]()
 
 
 if __name__ == "__main__":

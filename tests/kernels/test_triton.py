@@ -1,16 +1,21 @@
 """The Triton kernels without a GPU: run by Triton's interpreter, and compiled for GPUs that are not there."""
 
+import dataclasses
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-from megahedge.kernels import BACKENDS, triton_backend
+from megahedge.kernels import BACKENDS, CONV_BACKENDS, features, signed_softmax, triton_backend, triton_conv_backend
+from megahedge.kernels.conv_problem import ConvProblem
+from megahedge.kernels.conv_registry import choose_conv_backend
 from megahedge.kernels.problem import Problem
 from megahedge.kernels.registry import choose_backend
+from megahedge.utils.logging import get_logger
 from megahedge.utils.packages import Broken
 from tests.gpu.configurations import CONFIGURATIONS
 from tests.kernels.interpreted import GROUPS
@@ -66,23 +71,35 @@ def test_a_spill_is_seen(tmp_path, monkeypatch):
     assert compiled(backwards, 90).stack > 0
 
 
+CONV = ConvProblem(num_taps=4, num_channels=6, device="cuda", dtype=torch.float32, boundaries=True, initial=True)
+
+
 def test_without_a_gpu_it_says_so():
     problem = Problem("none", None, True, 16, 8, "cpu", torch.float32, needs_grad=False)
     assert BACKENDS["triton"].supports(problem) == "it runs on GPUs only"
+    assert CONV_BACKENDS["triton"].supports(dataclasses.replace(CONV, device="cpu")) == "it runs on GPUs only"
 
 
-@pytest.mark.parametrize("found", ["a fault", RuntimeError("no driver")], ids=("wrong", "does not run"))
-def test_kernels_that_a_gpu_gets_wrong_are_left_out(found, monkeypatch):
-    """Told once; the next backend runs."""
-    seen = []
+FAULTS = pytest.mark.parametrize("found", ["a fault", RuntimeError("no driver")], ids=("wrong", "does not run"))
 
-    def find_fault(backend, structure, step_axis, device):
-        seen.append((structure, step_axis, device))
+
+def finding(found, seen):
+    """A check of kernels that notes its arguments in `seen`, and finds that or raises it."""
+
+    def find_fault(*arguments):
+        seen.append(arguments[1:])
         if isinstance(found, Exception):
             raise found
         return found
 
-    monkeypatch.setattr(triton_backend, "find_fault", find_fault)
+    return find_fault
+
+
+@FAULTS
+def test_kernels_that_a_gpu_gets_wrong_are_left_out(found, monkeypatch):
+    """Told once; the next backend runs."""
+    seen = []
+    monkeypatch.setattr(triton_backend, "find_fault", finding(found, seen))
     triton_backend._fault.cache_clear()
     problem = Problem("none", None, True, 16, 8, "cuda", torch.float32, needs_grad=False)
     assert choose_backend("auto", problem).name == choose_backend("auto", problem).name == "chunked"
@@ -92,5 +109,45 @@ def test_kernels_that_a_gpu_gets_wrong_are_left_out(found, monkeypatch):
     triton_backend._fault.cache_clear()
 
 
+@FAULTS
+def test_so_are_those_of_the_convolution(found, monkeypatch):
+    seen = []
+    monkeypatch.setattr(triton_conv_backend, "find_fault", finding(found, seen))
+    triton_conv_backend._fault.cache_clear()
+    assert choose_conv_backend("auto", CONV).name == choose_conv_backend("auto", CONV).name == "torch"
+    assert seen == [("cuda",)] and isinstance(CONV_BACKENDS["triton"].supports(CONV), Broken)
+    triton_conv_backend._fault.cache_clear()
+
+
+@FAULTS
+def test_so_are_those_of_the_feature_maps(found, monkeypatch, caplog):
+    seen = []
+    monkeypatch.setattr(features, "find_fault", finding(found, seen))
+    monkeypatch.setattr(get_logger("megahedge"), "propagate", True)
+    features._fault.cache_clear()
+    assert not features._kernels_run("cuda", 64) and not features._kernels_run("cuda", 64)
+    assert len(seen) == 1 and "Triton's kernels of the feature maps are left out: " in caplog.text
+    features._fault.cache_clear()
+
+
+def test_the_convolution_takes_what_causal_conv1d_refuses():
+    """Odd channels, documents that go on, many taps; but no fp64 and no filters beyond the kernels' code."""
+    refusals = {**dict.fromkeys((1, 5, 8)), 9: "it takes at most 8 taps"}
+    triton_conv_backend._fault.cache_clear()
+    with mock.patch.object(triton_conv_backend, "find_fault", return_value=None):
+        for taps, reason in refusals.items():
+            assert CONV_BACKENDS["triton"].supports(dataclasses.replace(CONV, num_taps=taps)) == reason
+        assert "fp32, fp16 and bf16" in CONV_BACKENDS["triton"].supports(dataclasses.replace(CONV, dtype=torch.float64))
+    triton_conv_backend._fault.cache_clear()
+
+
+def test_features_are_rounded_only_by_kernels():
+    """On a CPU they are fp32, whatever they might be stored in, and in fp64 where what they are of is."""
+    x = torch.randn(3, 5)
+    assert torch.equal(signed_softmax(x, stored=torch.bfloat16), torch.cat((x, -x), -1).softmax(-1))
+    assert signed_softmax(x.double(), stored=torch.bfloat16).dtype == torch.float64
+
+
 def test_a_gpu_gets_it_before_all_others():
     assert next(iter(BACKENDS)) == "triton"
+    assert [*CONV_BACKENDS] == ["causal_conv1d", "triton", "torch"]

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megahedge.config.model import ModelConfig
+from megahedge.kernels import signed_softmax
 from megahedge.parallel.collectives import copy_parameters_to_tp
 from megahedge.parallel.sharding import ZEROS, Init, declare_parameter
 from megahedge.parallel.topology import TensorParallel
@@ -34,8 +35,8 @@ class HedgehogMap(nn.Module):
         self.weight = declare_parameter((*heads, p, p), Init(pattern=identity), tensor_parallel, cut)
         self.bias = declare_parameter((*heads, p), ZEROS, tensor_parallel, cut, weight_decay=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [b, t, h, p] → features [b, t, h, n], fp32 at least, positive, of sum 1."""
+    def forward(self, x: Tensor, *, stored: torch.dtype = torch.float32) -> Tensor:
+        """x [b, t, h, p] → features [b, t, h, n], positive, of sum 1, fp32 at least but where `signed_softmax` stores them otherwise."""
         weight, bias = self.weight, self.bias
         if not self.per_head:
             weight, bias = copy_parameters_to_tp(weight, bias, tensor_parallel=self.tensor_parallel)
@@ -43,4 +44,4 @@ class HedgehogMap(nn.Module):
             x, weight, bias = widen(x, weight, bias)
             x = x * self.scale
             mapped = torch.einsum("bthi,hoi->btho", x, weight) + bias if self.per_head else F.linear(x, weight, bias)
-            return torch.cat((mapped, -mapped), dim=-1).softmax(-1)
+            return signed_softmax(mapped, stored=stored)

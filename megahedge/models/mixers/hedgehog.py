@@ -37,7 +37,7 @@ class HedgehogAttention(SoftmaxAttention):
         rotate = context.rotary.rotate
         if self.rotates_features:
             return rotate(self.query_map(q)), rotate(self.key_map(k))
-        return self.query_map(rotate(q)), self.key_map(rotate(k))
+        return self.query_map(rotate(q), stored=q.dtype), self.key_map(rotate(k), stored=k.dtype)
 
     def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
         """What stands in for `softmax_attention`: q, k, v as projected → [b, t, h, p]."""
