@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import collections
 import os
 from pathlib import Path
 
@@ -7,6 +8,24 @@ import pytest
 
 SHARED_WORLDS = ("training", "stages")
 """Folders whose tests look at the same runs, so that one worker has to make them all."""
+LONG = ("stages", "tests/topologies/test_matrix.py", "training", "tests/slurm/test_cluster.py", "tests/test_quickstart.py")
+LONG += ("tests/kernels/test_triton.py", "tests/data/test_restart.py")
+"""Scopes that take minutes: they begin first, so that no worker is left with one when the other has done."""
+
+
+def _scope(nodeid: str) -> str:
+    """Of a test: what a worker makes as a whole."""
+    path = Path(nodeid.split("::", 1)[0])
+    return path.parent.name if path.parent.name in SHARED_WORLDS else str(path)
+
+
+def pytest_collection_modifyitems(config, items):
+    """In the workers of pytest-xdist, long scopes first, then those of most tests."""
+    if not hasattr(config, "workerinput"):
+        return
+    sizes = collections.Counter(_scope(item.nodeid) for item in items)
+    places = {scope: place for place, scope in enumerate(LONG)}
+    items.sort(key=lambda item: (places.get(scope := _scope(item.nodeid), len(LONG)), -sizes[scope], scope))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -16,9 +35,9 @@ def pytest_xdist_make_scheduler(config, log):
 
     class ByWorld(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            path = Path(nodeid.split("::", 1)[0])
-            return path.parent.name if path.parent.name in SHARED_WORLDS else str(path)
+            return _scope(nodeid)
 
+    config.option.loadscopereorder = False  # they are in the order of pytest_collection_modifyitems
     return ByWorld(config, log)
 
 

@@ -20,7 +20,7 @@ from tests.training.runs import GLOBAL_BATCH_SIZE, REPOSITORY, SEQ_LEN, checkpoi
 reason = why_not()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(reason is not None, reason=str(reason))]
 
-STEPS = 120
+STEPS = 80
 PROCESSES = 4
 _START_SECONDS = 240  # four processes that import torch and DeepSpeed on two cores, beside other tests
 # what the file asks for is a node of eight GPUs

@@ -56,11 +56,20 @@ FAST_TWO = (
     "paper-2-zero1-tp2",
     "tuned-2-released-tp2",
 )
+
+
+def _cuts_of_two(flavour: str, size: str) -> tuple[str, ...]:
+    """Of the slow tier; tests/topologies has all of tuned's."""
+    if flavour in ("paper", "tuned"):
+        return CUTS if (flavour, size) == ("paper", "dp2") else (REFERENCE, "released")
+    return ("released",) if size == "dp2" else (REFERENCE,)
+
+
 SLOW_TWO = tuple(
     name
     for flavour, stage in STAGES
-    for cut in (CUTS if flavour == "paper" else ("zero1", "released"))  # tests/topologies has all of tuned's
     for size in ("dp2", "tp2")
+    for cut in _cuts_of_two(flavour, size)
     if (name := f"{flavour}-{stage}-{cut}-{size}") not in FAST_TWO
 )
 FAST_ONE = (
@@ -85,7 +94,10 @@ SLOW_BF16 = tuple(
 """Ordinary runs by tier and number of processes."""
 
 FAST_RESUMED = ("tuned-1-zero1", "paper-2-zero1", "tuned-1-zero3", "tuned-2-zero3", *FAST_BF16, "tuned-2-zero1-dp2", "paper-2-zero1-tp2")
-SLOW_RESUMED = (*SLOW_ONE, *SLOW_BF16, *(name for name in SLOW_TWO if name.startswith("tuned")))
+SLOW_RESUMED = (
+    *(name for name in (*SLOW_ONE, *SLOW_BF16) if "-zero2" not in name),
+    *(name for name in SLOW_TWO if name.startswith("tuned")),
+)
 """Runs of which there is a copy that was interrupted."""
 
 MUTANTS = ("gate", "gate-bf16", "tap", "rate")

@@ -1,4 +1,4 @@
-"""tp_size × ZeRO × offload × stage × recomputation on four processes: one computation, however it is cut, and wherever it moves to."""
+"""tp_size × ZeRO × offload × stage × recomputation on two or four processes: one computation, however cut, wherever it moves to."""
 
 import contextlib
 import dataclasses
@@ -44,8 +44,9 @@ def _run(inputs: Path, name: str, called: str | None = None, **changes) -> Stage
         tp, zero, kept = cut
         own["ds_config"] = str(inputs / f"{zero}.json") if zero.startswith("zero3") else ds_config(zero)
         tp_size = int(tp.removeprefix("tp"))
-        # as few passes as dp allows, but two a step on one replica: accumulation is part of what is cut
-        own |= {"tp_size": tp_size, "activation_checkpointing": kept == RECOMPUTED, "micro_batch_size": 2 if tp_size == 1 else 4}
+        # as few passes as dp allows, but two a step where ranks hold whole layers: accumulation is part of what is cut
+        micro_batch_size = {1: GLOBAL_BATCH_SIZE // 4, 2: GLOBAL_BATCH_SIZE // 2, 4: GLOBAL_BATCH_SIZE}[tp_size]
+        own |= {"tp_size": tp_size, "activation_checkpointing": kept == RECOMPUTED, "micro_batch_size": micro_batch_size}
     return StageRun(called or name, int(stage), "tuned" if stage != "0" else None, own | changes)
 
 
@@ -134,7 +135,7 @@ def made(inputs) -> Worlds:
         (2, moving[1]),
         (4, [*moving[2], *copies[1], *moving[3], *copies[2]]),
         (1, [*moving[4], *copies[3]]),
-        *((4, [_run(inputs, name) for name in MATRIX if f"-tp{tp_size}-" in name]) for tp_size in TP_SIZES),
+        *((max(2, tp_size), [_run(inputs, name) for name in MATRIX if f"-tp{tp_size}-" in name]) for tp_size in TP_SIZES),
     ]
     return Worlds(inputs, worlds, _make)
 
