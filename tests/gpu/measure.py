@@ -1,7 +1,8 @@
 """`python -m tests.gpu.measure`: the Triton scans on a GPU, first whether they are right, then how long they take; some minutes.
 
 Right: outputs, last state and every gradient against the reference in fp64.  Time: forward and backward of one layer at the shapes of
-Pythia models, against the chunked backend in torch, causal attention (SDPA) and what `python -m tests.gpu.roofline` expects of an H100.
+Pythia models, against the chunked backend in torch, causal attention (SDPA) and what `python -m tests.gpu.roofline` expects of an H100;
+and of what stands around a scan, the convolution and the feature maps' softmax, by each that can do it.
 """
 
 # b batch, t seq_len
@@ -14,7 +15,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from megahedge.kernels import BACKENDS, scan
+from megahedge.kernels import BACKENDS, CONV_BACKENDS, causal_conv, features, scan, signed_softmax
+from megahedge.kernels.conv_problem import ConvProblem
 from megahedge.utils.errors import InputError
 from tests.gpu.configurations import CONFIGURATIONS, HEAD_DIMS, Configuration, run_both_ways
 from tests.gpu.roofline import MODELS, Model
@@ -93,6 +95,28 @@ def print_times(device: str, backends: list[str], models: tuple[Model, ...], bat
                 print(f"| {model.name} | {configuration} | {backend} | {each:.3f} | {taken / attention:.2f} | {memory} |", flush=True)
 
 
+def print_times_around(device: str, models: tuple[Model, ...], batch: int, seq_len: int, repeats: int) -> None:
+    """Forward and backward of one layer of each model, in microseconds a token: by Triton, by torch, by packages where they are."""
+    print("\n| model | what | by | us/token/layer |\n|---|---|---|---|")
+    for model in models:
+        width = model.heads * model.head_dim
+        x = torch.randn(batch, seq_len, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.randn(width, 4, device=device, requires_grad=True)
+        mapped = torch.randn(batch, seq_len, model.heads, model.head_dim, device=device, requires_grad=True)
+        problem = ConvProblem(4, width, device, x.dtype, boundaries=False, initial=False)
+        actions = {
+            ("convolution", name): lambda x=x, weight=weight, name=name: causal_conv(x, weight, backend=name)[0]
+            for name, backend in CONV_BACKENDS.items()
+            if backend.supports(problem) is None
+        }
+        actions["feature map's softmax", "torch"] = lambda mapped=mapped: features._by_torch(mapped)
+        if features._kernels_run(device, model.head_dim):
+            actions["feature map's softmax", "triton"] = lambda mapped=mapped: signed_softmax(mapped, stored=torch.bfloat16)
+        for (what, name), action in actions.items():
+            taken = seconds(lambda action=action: action().sum().backward(), device, repeats)
+            print(f"| {model.name} | {what} | {name} | {taken / (batch * seq_len) * 1e6:.4f} |", flush=True)
+
+
 def _attention(model: Model, batch: int, seq_len: int, device: str) -> None:
     q, k, v = (torch.randn(batch, model.heads, seq_len, model.head_dim, device=device, dtype=torch.bfloat16) for _ in range(3))
     q.requires_grad_()
@@ -118,6 +142,7 @@ def main() -> int:
     models = tuple(model for model in MODELS if model.name in options.models)
     backends = [name for name in BACKENDS if name not in ("reference", "loop")]
     print_times(options.device, backends, models, options.batch, options.timed_seq_len, options.repeats)
+    print_times_around(options.device, models, options.batch, options.timed_seq_len, options.repeats)
     return 0 if sound else 1
 
 

@@ -25,6 +25,7 @@ def test_measure_compares_and_times():
     assert "too large" not in done.stdout
     assert done.stdout.count("| 8 |") == len(CONFIGURATIONS)
     assert "| 160M | none, step 1, bfloat16 | chunked |" in done.stdout
+    assert "| 160M | convolution | torch |" in done.stdout and "| 160M | feature map's softmax | torch |" in done.stdout
 
 
 def test_measure_without_a_gpu_says_so():
