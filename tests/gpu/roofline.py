@@ -71,25 +71,27 @@ class Kernel:
         return max(self.operations / (chip.products * PRODUCTS), self.bytes / (chip.memory * MEMORY))
 
 
-def chunk_kernels(head_dim: int, *, feature_bytes: int, decays: bool) -> list[Kernel]:
+def chunk_kernels(head_dim: int, *, feature_bytes: int, decays: bool, cached: bool = False) -> list[Kernel]:
     """Forward and backward of the scan by chunks with V in bf16; what tiles read again comes from the L2 cache and is not counted.
 
-    Gradients of features have as many bytes as features.  States are counted as if none stayed in that cache, either.
+    Gradients of features have as many bytes as features.  States go to memory, and come from there, too, unless `cached`: a launch takes
+    as many sequences as leave theirs in the cache for the next kernel.
     """
     n, p = 2 * head_dim, head_dim
     tile = chunk_tile(n, p, torch.bfloat16, 90)
     T, tiles_n, tiles_p = tile.tokens, -(-n // tile.states_of_features), -(-p // tile.channels)
     features, row, states = feature_bytes * n, 2 * p, 2 * n * p / T
+    again = 0.0 if cached else states
     state_product, pairs, mixed = 2 * n * p, 2 * T * n, 2 * T * p
     walk = Kernel("walk", state_product, features + row + states)
     of_features = 2 * state_product + tiles_n * mixed + (3 if decays else 2) * pairs
     return [
         walk,
-        Kernel("outputs", state_product + tiles_p * pairs + mixed, 2 * features + 2 * row + states),
+        Kernel("outputs", state_product + tiles_p * pairs + mixed, 2 * features + 2 * row + again),
         walk,  # again, in the backward
         Kernel("walk, reverse", state_product, features + row + states),
-        Kernel("gradients_of_features", of_features, 4 * features + 2 * row + 2 * states),
-        Kernel("gradients_of_values", state_product + tiles_p * pairs + mixed, 2 * features + 2 * row + states),
+        Kernel("gradients_of_features", of_features, 4 * features + 2 * row + 2 * again),
+        Kernel("gradients_of_values", state_product + tiles_p * pairs + mixed, 2 * features + 2 * row + again),
     ]
 
 
@@ -112,22 +114,28 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     print(f"{H100.name}: {H100.slots / 1e12:.1f}T lane slots/s at {ISSUE}, {H100.products / 1e12:.0f}T at {PRODUCTS}, ", end="")
     print(f"{H100.memory / 1e12:.2f}T bytes/s at {MEMORY}; training, per token")
-    print("| model | dense us | scan | scan us | of dense | tokens/s | feature maps by torch, us | by Triton, us |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| model | dense us | scan | scan us | of dense | states cached | tokens/s | feature maps by torch, us | by Triton, us |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for model in MODELS:
         dense, heads = model.dense_seconds(H100), model.heads * model.layers
         each = channel_slots(model.head_dim)
         states = 2 * model.head_dim**2
         maps = [heads * sum(kernel.seconds(H100) for kernel in map_kernels(model.head_dim, fused=fused)) for fused in (False, True)]
-        _print(model, "channel", dense, heads * states * sum(each.values()) / (H100.slots * ISSUE), maps)
+        _print(model, "channel", dense, heads * states * sum(each.values()) / (H100.slots * ISSUE), None, maps)
         for feature_bytes, decays in ((4, False), (2, False), (2, True)):
-            kernels = chunk_kernels(model.head_dim, feature_bytes=feature_bytes, decays=decays)
             name = f"{'head' if decays else 'none'}, features of {feature_bytes} bytes"
-            _print(model, name, dense, heads * sum(kernel.seconds(H100) for kernel in kernels), maps)
+            scan, cached = (
+                heads * sum(kernel.seconds(H100) for kernel in kernels)
+                for kernels in (
+                    chunk_kernels(model.head_dim, feature_bytes=feature_bytes, decays=decays, cached=cached) for cached in (False, True)
+                )
+            )
+            _print(model, name, dense, scan, cached, maps)
 
 
-def _print(model: Model, name: str, dense: float, scan: float, maps: list[float]) -> None:
-    cells = (f"{dense * 1e6:.2f}", name, f"{scan * 1e6:.2f}", f"{scan / dense:.2f}", f"{1 / (dense + scan):.0f}")
+def _print(model: Model, name: str, dense: float, scan: float, cached: float | None, maps: list[float]) -> None:
+    of_cached = "" if cached is None else f"{cached / dense:.2f}"
+    cells = (f"{dense * 1e6:.2f}", name, f"{scan * 1e6:.2f}", f"{scan / dense:.2f}", of_cached, f"{1 / (dense + scan):.0f}")
     by_torch, by_triton = (f"{taken * 1e6:.2f}" for taken in maps)
     print("| " + " | ".join((model.name, *cells, by_torch, "" if "4 bytes" in name or name == "channel" else by_triton)) + " |", flush=True)
 
