@@ -36,11 +36,10 @@ def channel_tile(state_size: int, head_dim: int, capability: int) -> ChannelTile
 
     From sm_100 on the compiler makes pairs of fp32 numbers, for which the sweep backwards lacks registers: it gets twice the warps.
     """
-    if (state_size, head_dim) in _CHANNEL_TILES:
-        return _CHANNEL_TILES[state_size, head_dim]
     states, channels = min(128, _power_of_2(state_size)), min(32, _power_of_2(head_dim))
     warps = max(1, states * channels // (_STATES_PER_THREAD * WARP))
-    return ChannelTile(states, channels, warps, 2 * warps if capability >= 100 else warps)
+    tile = _CHANNEL_TILES.get((state_size, head_dim), ChannelTile(states, channels, warps, warps))
+    return dataclasses.replace(tile, warps_backwards=2 * tile.warps_backwards) if capability >= 100 else tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,13 +67,16 @@ def chunk_tile(state_size: int, head_dim: int, dtype: torch.dtype, capability: i
     states, channels = _side(state_size), _side(head_dim)
     if capability < 90:
         return ChunkTile(32, states, channels, 8, 2, states)
-    return ChunkTile(64, states, channels, 8, 1 if channels == 16 else 2, min(32, states))
+    # what holds most has half a tile, but on sm_100, whose products read from memory of their own and leave registers free
+    return ChunkTile(64, states, channels, 8, 1 if channels == 16 else 2, min(32, states) if capability < 100 else states)
 
 
 def state_chunk_tile(state_size: int, head_dim: int, dtype: torch.dtype, capability: int) -> ChunkTile:
     """Chunks of 16 tokens, the shortest that products of matrices take, since each pair of tokens costs an exponential for each n."""
     small = chunk_tile(state_size, head_dim, torch.float32, capability)
-    return dataclasses.replace(small, states_of_features=16, stages=2) if dtype != torch.bfloat16 else small
+    if dtype == torch.bfloat16:
+        return small
+    return dataclasses.replace(small, states_of_features=16, stages=2 if capability < 100 else 3)
 
 
 def _side(size: int) -> int:
