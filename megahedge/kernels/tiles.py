@@ -34,12 +34,12 @@ _CHANNEL_TILES = {
 def channel_tile(state_size: int, head_dim: int, capability: int) -> ChannelTile:
     """128 states by 32 channels in four warps, or as many as there are; capability: of the GPU, such as 90.
 
-    From sm_100 on the compiler makes pairs of fp32 numbers, for which the sweep backwards lacks registers: it gets twice the warps.
+    From sm_100 on the compiler makes pairs of fp32 numbers, for which the sweep backwards lacks registers: it gets more warps.
     """
     states, channels = min(128, _power_of_2(state_size)), min(32, _power_of_2(head_dim))
     warps = max(1, states * channels // (_STATES_PER_THREAD * WARP))
     tile = _CHANNEL_TILES.get((state_size, head_dim), ChannelTile(states, channels, warps, warps))
-    return dataclasses.replace(tile, warps_backwards=2 * tile.warps_backwards) if capability >= 100 else tile
+    return dataclasses.replace(tile, warps_backwards=min(8, 4 * tile.warps)) if capability >= 100 else tile
 
 
 @dataclasses.dataclass(frozen=True)
