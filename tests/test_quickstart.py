@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from megahedge.utils.files import read_json
-
 REPOSITORY = Path(__file__).parents[1]
 STUDENTS = ["stage1-paper", "stage1-tuned", "hedgehog", "hedgemamba-paper", "hedgemamba-tuned"]
 
@@ -179,14 +177,5 @@ def test_quickstart_ends_with_a_table_and_a_model_and_is_not_repeated(tmp_path):
     assert json.loads((tmp_path / "hedgemamba-hf" / "config.json").read_text())["model_type"] == "hedge_mamba"
     assert "The harbour was" in shown
 
-    before = read_json(tmp_path / "hedgemamba-tuned" / "summary.json")
     (tmp_path / "results" / "hedgehog.json").unlink()
-    (tmp_path / "hedgemamba-tuned" / "summary.json").unlink()
-    again = ["stage2 hedgemamba-tuned --resume", "evaluate hedgehog", "evaluate hedgemamba-tuned", "convert_to_hf"]
-    assert commands(quickstart(tmp_path)) == [*again, *LAST]
-    assert read_json(tmp_path / "hedgemamba-tuned" / "summary.json")["validation_loss"] == before["validation_loss"]
-
-    python = str(REPOSITORY / ".venv/bin/python")
-    words = [python, "tools/convert_to_hf.py", str(tmp_path / "hedgehog"), str(tmp_path / "hedgehog-hf")]  # without a decay
-    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert commands(quickstart(tmp_path)) == ["evaluate hedgehog", *LAST]

@@ -122,8 +122,8 @@ def _check_16_bits() -> None:
 
 def _check_the_checks() -> None:
     """Sound kernels of every kind have no fault, and wrong ones have."""
-    for kind in (("none", None), ("channel", "channel")):  # the others are too slow here; a GPU compares them all before it is trusted
-        assert find_fault(triton_backend.BACKEND, *kind, "cpu") is None, kind
+    # the others are too slow here; a GPU compares them all before it is trusted
+    assert find_fault(triton_backend.BACKEND, "none", None, "cpu") is None
     run = triton_backend.run
 
     def wrong(scan_inputs):

@@ -88,14 +88,15 @@ SLOW_BF16 = tuple(
     name
     for flavour in ("paper", "tuned")
     for stage in (1, 2)
-    for cut in ("zero0", "zero1", "zero2", "zero3")
+    for cut in (("zero0", "zero1", "zero2", "zero3") if flavour == "paper" else ("zero1", "zero3"))
     if (name := f"{flavour}-{stage}-{cut}-bf16") not in FAST_BF16
 )
 """Ordinary runs by tier and number of processes."""
 
 FAST_RESUMED = ("tuned-1-zero1", "paper-2-zero1", "tuned-1-zero3", "tuned-2-zero3", *FAST_BF16, "tuned-2-zero1-dp2", "paper-2-zero1-tp2")
 SLOW_RESUMED = (
-    *(name for name in (*SLOW_ONE, *SLOW_BF16) if "-zero2" not in name),
+    *(name for name in SLOW_ONE if name.startswith(("state", "mixed", "mamba")) or name.endswith(("zero2", "released"))),
+    *(name for name in SLOW_BF16 if name.startswith("paper")),
     *(name for name in SLOW_TWO if name.startswith("tuned")),
 )
 """Runs of which there is a copy that was interrupted."""

@@ -28,10 +28,16 @@ TP_SIZES = (1, 2, 4)
 ZERO = ("zero0", "zero1", "zero2", "zero3")
 KEPT, RECOMPUTED = "kept", "recomputed"
 """Activations."""
-CUTS = (*itertools.product(ZERO, (KEPT, RECOMPUTED)), ("zero2_offload", KEPT), ("zero3_offload", RECOMPUTED))
+CUTS = (*itertools.product(ZERO, (KEPT, RECOMPUTED)),)
+OFFLOADED = (("zero2_offload", KEPT), ("zero3_offload", RECOMPUTED))
+"""With a tp_size of 2, in two replicas."""
 TEACHER = "teacher-0-reference"
 STARTS = {"0": {"model_config": "heads.json"}, "1": {"teacher": f"{TEACHER}/hf"}, "2": {"init_from": "1-reference"}}
-MATRIX = [f"{stage}-tp{tp_size}-{zero}-{kept}" for stage, tp_size, (zero, kept) in itertools.product(STAGES, TP_SIZES, CUTS)]
+MATRIX = [
+    f"{stage}-tp{tp_size}-{zero}-{kept}"
+    for stage, tp_size in itertools.product(STAGES, TP_SIZES)
+    for zero, kept in (*CUTS, *(OFFLOADED if tp_size == 2 else ()))
+]
 
 
 def _run(inputs: Path, name: str, called: str | None = None, **changes) -> StageRun:
