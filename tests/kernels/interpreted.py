@@ -43,8 +43,8 @@ def _sized(structure, step_axis, seq_len, state_size, head_dim=None, **changes):
     return Case(structure, step_axis, **sizes | changes)
 
 
-LARGE = ((64, 32), (128, 64), (160, 80), (512, 32))
-"""State size and head_dim.  512 states by 256 channels are a hundred tiles, which the interpreter takes minutes for."""
+LARGE = ((19, 64, 32), (19, 128, 64), (5, 160, 80), (5, 512, 32))
+"""Tokens, state size and head_dim.  512 states by 256 channels are a hundred tiles, which the interpreter takes minutes for."""
 
 
 GROUPS = {
@@ -68,14 +68,14 @@ GROUPS = {
         Case("none", "state", seq_len=35, state_size=20, head_dim=5, documents=False),
         Case("none", "channel", seq_len=35, state_size=20, head_dim=5),
         Case("none", "channel", seq_len=1, state_size=20, head_dim=5, normalize=False),
-        *(_sized("none", None, 19, *sizes) for sizes in (*LARGE, (32, 256))),
+        *(_sized("none", None, *sizes) for sizes in (*LARGE, (19, 32, 256))),
     ],
     "head": [
         Case("head", "shared", seq_len=67, state_size=20, head_dim=5, num_heads=1),
         Case("head", None, seq_len=35, state_size=20, head_dim=5, largest_rate=5.0, one_rate=True),
         Case("head", "shared", seq_len=35, state_size=16, head_dim=16, normalize=False, initial=False, documents=False, largest_rate=30.0),
         Case("head", "shared", seq_len=2, state_size=16, head_dim=16),
-        *(_sized("head", "shared", 19, *sizes, largest_rate=5.0) for sizes in LARGE),
+        *(_sized("head", "shared", *sizes, largest_rate=5.0) for sizes in LARGE),
     ],
     "state": [
         Case("state", "state", seq_len=35, state_size=20, head_dim=5, num_heads=1),
@@ -83,7 +83,7 @@ GROUPS = {
         Case("state", None, seq_len=19, state_size=16, head_dim=16, largest_rate=5.0, num_heads=1, initial=False),
         Case("state", "state", seq_len=19, state_size=16, head_dim=16, largest_rate=30.0, num_heads=1, normalize=False),
         Case("head", "state", batch=1, seq_len=17, state_size=20, head_dim=5, normalize=False, documents=False),
-        *(_sized("state", "state", 17, *sizes, largest_rate=5.0) for sizes in LARGE),
+        *(_sized("state", "state", *sizes, largest_rate=5.0) for sizes in LARGE),
     ],
     "slices": [  # see main
         Case("head", "shared", seq_len=35, batch=3, num_heads=1, state_size=16, head_dim=16),
