@@ -34,6 +34,8 @@ def causal_conv(
         raise ValueError(f"weight is [d, k] and bias [d] with d = {channels}, k > 0, not {list(weight.shape)}")
     if initial is not None and initial.shape != (batch, num_taps - 1, channels):
         raise ValueError(f"initial is [b, k - 1, d] = {[batch, num_taps - 1, channels]}, not {list(initial.shape)}")
+    if boundaries is not None and (boundaries.shape != x.shape[:2] or boundaries.dtype != torch.bool):
+        raise ValueError(f"boundaries is [b, t] = {list(x.shape[:2])} bool, not {list(boundaries.shape)} {boundaries.dtype}")
     problem = ConvProblem(num_taps, channels, x.device.type, x.dtype, boundaries is not None, initial is not None)
     inputs = ConvInputs(
         problem,

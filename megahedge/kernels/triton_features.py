@@ -27,12 +27,11 @@ def _placed(rows, M: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
 def features(X, Y, rows, M: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """Y [r, 2 m] of X [r, m]."""
     row, column, inside = _placed(rows, M, BLOCK, ROWS)
-    x = tl.load(X + row * M + column, mask=inside, other=0.0).to(tl.float32) * _LOG2_E
+    x = tl.load(X + row * M + column, mask=inside, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(x), 1)[:, None]  # in magnitude, as both signs stand side by side
-    up = tl.where(inside, tl.exp2(x - largest), 0.0)
-    down = tl.where(inside, tl.exp2(-x - largest), 0.0)
-    total = tl.sum(up + down, 1)
-    share = 1.0 / tl.where(total > 0, total, 1.0)[:, None]  # rows behind the last have none
+    up = tl.where(inside, tl.exp2((x - largest) * _LOG2_E), 0.0)
+    down = tl.where(inside, tl.exp2((-x - largest) * _LOG2_E), 0.0)
+    share = 1.0 / tl.where(row < rows, tl.sum(up + down, 1)[:, None], 1.0)  # of a row with a NaN, NaN
     place = Y + row * (2 * M) + column
     tl.store(place, (up * share).to(Y.dtype.element_ty), mask=inside)
     tl.store(place + M, (down * share).to(Y.dtype.element_ty), mask=inside)

@@ -191,6 +191,8 @@ def _check_features() -> None:
         assert torch.autograd.grad(narrow, leaf, slope.bfloat16())[0].dtype == torch.float32
         assert signed_softmax(leaf, stored=torch.float16).dtype == torch.float32
     assert signed_softmax(torch.empty(0, 4)).shape == (0, 8)
+    rows = torch.tensor([[1.0, torch.nan, 2.0], [1.0, torch.inf, 2.0], [2.5e38, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    torch.testing.assert_close(signed_softmax(rows), torch.cat((rows, -rows), -1).softmax(-1), equal_nan=True)  # what is no number stays so
 
 
 def _check_a_model() -> None:

@@ -89,3 +89,6 @@ def test_shapes_that_do_not_fit_are_refused():
         causal_conv(x, weight[:, :0], bias)
     with pytest.raises(ValueError, match=r"initial is \[b, k - 1, d\] = \[2, 3, 3\], not \[2, 2, 3\]"):
         causal_conv(x, weight, bias, initial=initial[:, 1:])
+    for boundaries in (torch.zeros(1, 5, dtype=torch.bool), torch.zeros(2, 4, dtype=torch.bool), torch.zeros(2, 5)):
+        with pytest.raises(ValueError, match=r"boundaries is \[b, t\] = \[2, 5\] bool"):
+            causal_conv(torch.zeros(2, 5, 3), torch.zeros(3, 4), boundaries=boundaries)
