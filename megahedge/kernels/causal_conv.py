@@ -28,10 +28,14 @@ def causal_conv(
     among these, the inputs before it are zeros.
     Raises ValueError if shapes do not fit, or if the named backend cannot run this problem, with its reason.
     """
+    if x.dim() != 3 or not x.is_floating_point():
+        raise ValueError(f"x is [b, t, d] floating-point, not {list(x.shape)} {x.dtype}")
     batch, _, channels = x.shape
+    if weight.dim() != 2 or weight.shape[0] != channels or weight.shape[1] == 0:
+        raise ValueError(f"weight is [d, k] with d = {channels}, k > 0, not {list(weight.shape)}")
+    if bias is not None and bias.shape != (channels,):
+        raise ValueError(f"bias is [d] with d = {channels}, not {list(bias.shape)}")
     num_taps = weight.shape[-1]
-    if weight.shape != (channels, num_taps) or num_taps == 0 or (bias is not None and bias.shape != (channels,)):
-        raise ValueError(f"weight is [d, k] and bias [d] with d = {channels}, k > 0, not {list(weight.shape)}")
     if initial is not None and initial.shape != (batch, num_taps - 1, channels):
         raise ValueError(f"initial is [b, k - 1, d] = {[batch, num_taps - 1, channels]}, not {list(initial.shape)}")
     if boundaries is not None and (boundaries.shape != x.shape[:2] or boundaries.dtype != torch.bool):

@@ -19,7 +19,10 @@ def signed_softmax(x: Tensor, *, stored: torch.dtype = torch.float32) -> Tensor:
 
     Computed in fp32 at least, and returned so.  Only where stored is bf16 and the kernels of a GPU make them are they rounded to that, for
     features that go straight into a scan, whose matrix products round them in any case.  (fp16 would lose small ones.)
+    Raises ValueError for an x without an axis.
     """
+    if x.dim() == 0:
+        raise ValueError("x is [..., m], and not one number")
     if x.dtype == torch.float32 and x.numel() and not torch.compiler.is_compiling() and _kernels_run(x.device.type, x.shape[-1]):
         return triton_loading.load(_MODULE).run(x, torch.bfloat16 if stored == torch.bfloat16 else torch.float32)
     return _by_torch(x)

@@ -48,7 +48,7 @@ class _Quotient(torch.autograd.Function):
 class DenominatorStats:
     """Counts of the denominators that scans have met; give one to `scan(stats=...)`, as often as wanted, and read it for a log.
 
-    Counts stay on the device until they are read, so that a scan waits for nothing.
+    Counts stay on the device until they are read, so that a scan waits for nothing.  A NaN counts in the total alone.
     """
 
     total: int = 0

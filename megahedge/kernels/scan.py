@@ -2,6 +2,8 @@
 
 # b batch, t seq_len, h num_local_heads, n state_size, p head_dim
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from megahedge.utils.precision import full_precision
 
 STRUCTURES = ("none", "head", "state", "channel")
 """By the number of axes of the rate."""
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 EPS = 1e-30
 """Magnitude below which a denominator is replaced: fit for positive features, where only 0 / 0 has to be caught."""
 
@@ -41,11 +44,13 @@ def scan(
     Without `normalize`, y_t = C_t h_t.
     initial_state: what is remembered of earlier tokens, as an earlier call returned it.
     boundaries [b, t] bool: True where a new document begins; the state is reset before that token.
+    All of these are finite, steps and rates not negative, which is not looked at: a NaN or an infinity can reach tokens before it and other
+    documents of its sequence, by products with the zeros that keep them apart.
     step_axis: "state" or "channel", the last axis of step; needed only where n == p > 1, since then its size does not tell.
-    eps: denominators below it in magnitude are replaced by it with their sign (0 counts as positive) and have no gradient.
+    eps > 0: denominators below it in magnitude are replaced by it with their sign (0 counts as positive) and have no gradient.
     stats: counts the denominators, the replaced and the negative ones.
     Returns y [b, t, h, p] in V.dtype and the last state.
-    Raises ValueError if shapes do not fit, or if the named backend cannot run this problem, with its reason.
+    Raises ValueError if shapes or dtypes do not fit, or if the named backend cannot run this problem, with its reason.
     """
     if torch.compiler.is_compiling():
         return _compilable_scan(
@@ -98,18 +103,22 @@ def scan_step(
 
     in_place: move the given state on in its own memory, which a gradient could not follow; else it is left as it is.
     Returns y [b, h, p] in V.dtype and the new state.
-    Raises ValueError if shapes do not fit, and for in_place where gradients are recorded.
+    Raises ValueError if shapes or dtypes do not fit, and for in_place where gradients are recorded.
     """
     if in_place and torch.is_grad_enabled():
         raise ValueError("in_place=True is for decoding: call it under torch.no_grad()")
-    if B.shape != C.shape or C.dim() != 3 or V.shape[:-1] != C.shape[:-1]:
-        raise ValueError(f"C and B are [b, h, n] and V [b, h, p], not {_shapes(C, B, V)}")
+    if B.shape != C.shape or C.dim() != 3 or V.shape[:-1] != C.shape[:-1] or 0 in (*C.shape, *V.shape):
+        raise ValueError(f"C and B are [b, h, n] and V [b, h, p], none of which may be 0, not {_shapes(C, B, V)}")
+    if step is not None and (step.dim() != 3 or step.shape[:2] != C.shape[:2]):
+        raise ValueError(f"step is [b, h, 1 | n | p] with b, h = {list(C.shape[:2])}, not {_shapes(step)}")
     with full_precision(C):
         with_time = (None if x is None else x.unsqueeze(1) for x in (C, B, V, step))
         inputs = _prepare(*with_time, rate, normalize, state, None, step_axis, eps).widened()
         C, B, V32, step = (x.squeeze(1) for x in (inputs.C, inputs.B, inputs.V, inputs.step))
         keep = None if inputs.rate is None else torch.exp(-inputs.rate * step)
         h, z = inputs.numerator, inputs.denominator
+        if in_place and state is not None and state.numerator.dtype != h.dtype:
+            raise ValueError(f"in_place=True moves a state on that is {h.dtype}, not {state.numerator.dtype}")
         if not in_place:
             h, z = h.clone(), None if z is None else z.clone()
         y = _advance_and_read(C, h, keep, B, V32, step)
@@ -136,6 +145,10 @@ def _advance_and_read(C: Tensor, state: Tensor, keep: Tensor | None, B: Tensor, 
 
 def _prepare(C, B, V, step, rate, normalize, initial_state, boundaries, step_axis, eps) -> ScanInputs:
     """Inputs in the shapes that backends read, and all but C, B and V in the dtype of the arithmetic."""
+    if not all(x.dtype in FLOATS for x in (C, B, V)):
+        raise ValueError(f"C, B and V are floating-point tensors of 16 to 64 bits, not {', '.join(str(x.dtype) for x in (C, B, V))}")
+    if not (isinstance(eps, (int, float)) and 0 < eps < math.inf):
+        raise ValueError(f"eps is a number above 0, not {eps!r}")
     dtype = torch.float64 if torch.float64 in (C.dtype, B.dtype, V.dtype) else torch.float32
     tensors = [x for x in (C, B, V, step, rate) if x is not None]
     tensors += [] if initial_state is None else [initial_state.numerator]

@@ -87,6 +87,13 @@ def test_shapes_that_do_not_fit_are_refused():
         causal_conv(x, weight[:2], bias)
     with pytest.raises(ValueError, match=r"k > 0, not \[3, 0\]"):
         causal_conv(x, weight[:, :0], bias)
+    with pytest.raises(ValueError, match=r"weight is \[d, k\] with d = 3, k > 0, not \[\]"):
+        causal_conv(x, weight.sum(), bias)
+    with pytest.raises(ValueError, match=r"bias is \[d\] with d = 3, not \[2\]"):
+        causal_conv(x, weight, bias[:2])
+    for wrong in (x[0], x[None], x.long()):
+        with pytest.raises(ValueError, match=r"x is \[b, t, d\] floating-point, not"):
+            causal_conv(wrong, weight, bias)
     with pytest.raises(ValueError, match=r"initial is \[b, k - 1, d\] = \[2, 3, 3\], not \[2, 2, 3\]"):
         causal_conv(x, weight, bias, initial=initial[:, 1:])
     for boundaries in (torch.zeros(1, 5, dtype=torch.bool), torch.zeros(2, 4, dtype=torch.bool), torch.zeros(2, 5)):

@@ -269,10 +269,46 @@ def test_nothing_to_scan_is_refused(empty):
 
 
 def test_a_step_whose_shapes_do_not_fit_is_refused():
-    with pytest.raises(ValueError, match=r"C and B are \[b, h, n\] and V \[b, h, p\], not \[2, 2, 6\], \[2, 2, 7\], \[2, 2, 5\]"):
+    with pytest.raises(ValueError, match=r"none of which may be 0, not \[2, 2, 6\], \[2, 2, 7\], \[2, 2, 5\]"):
         scan_step(torch.ones(2, 2, 6), torch.ones(2, 2, 7), torch.ones(2, 2, 5))
 
 
 def test_every_structure_has_a_backend_that_is_faster_than_the_reference():
     assert {case.structure for _, case in with_backends(GRID)} == set(STRUCTURES)
     assert list(BACKENDS)[-1] == "reference"
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.float8_e4m3fn], ids=str)
+def test_dtypes_that_the_arithmetic_does_not_know_are_refused(dtype):
+    """Outputs would have V's dtype, and so lose what makes them numbers."""
+    C, V = torch.rand(2, 5, 3, 4), torch.ones(2, 5, 3, 6)
+    for call in (lambda: scan(C, C, V.to(dtype)), lambda: scan_step(C[:, 0], C[:, 0], V[:, 0].to(dtype))):
+        with pytest.raises(ValueError, match=f"of 16 to 64 bits, not torch.float32, torch.float32, {dtype}"):
+            call()
+
+
+@pytest.mark.parametrize("eps", [0, -1e-6, float("nan"), float("inf"), torch.tensor(1e-6)], ids=str)
+def test_an_eps_that_is_no_small_number_is_refused(eps):
+    C = torch.rand(2, 5, 3, 4)
+    for call in (lambda: scan(C, C, C, eps=eps), lambda: scan_step(C[:, 0], C[:, 0], C[:, 0], eps=eps)):
+        with pytest.raises(ValueError, match="eps is a number above 0, not"):
+            call()
+
+
+def test_a_step_of_no_size_or_whose_own_step_does_not_fit_is_refused():
+    C, V = torch.rand(2, 3, 4), torch.ones(2, 3, 6)
+    with pytest.raises(ValueError, match="none of which may be 0"):
+        scan_step(C, C, V[..., :0])
+    with pytest.raises(ValueError, match=r"step is \[b, h, 1 \| n \| p\] with b, h = \[2, 3\], not \[2, 1, 3, 1\]"):
+        scan_step(C, C, V, torch.ones(2, 1, 3, 1))
+
+
+def test_a_state_that_cannot_move_on_in_place_is_refused():
+    """Its copy in the arithmetic's dtype would, and the caller's stay behind."""
+    C, V = torch.rand(2, 3, 4), torch.ones(2, 3, 6)
+    with torch.no_grad():
+        _, state = scan_step(C, C, V)
+        narrow = ScanState(state.numerator.bfloat16(), state.denominator.bfloat16())
+        with pytest.raises(ValueError, match=r"moves a state on that is torch.float32, not torch.bfloat16"):
+            scan_step(C, C, V, state=narrow, in_place=True)
+        scan_step(C, C, V, state=narrow)

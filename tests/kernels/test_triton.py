@@ -146,6 +146,8 @@ def test_features_are_rounded_only_by_kernels():
     x = torch.randn(3, 5)
     assert torch.equal(signed_softmax(x, stored=torch.bfloat16), torch.cat((x, -x), -1).softmax(-1))
     assert signed_softmax(x.double(), stored=torch.bfloat16).dtype == torch.float64
+    with pytest.raises(ValueError, match="not one number"):
+        signed_softmax(x.sum())
 
 
 def test_a_gpu_gets_it_before_all_others():
