@@ -203,12 +203,16 @@ def _machine() -> str:
 def _lost_ranks() -> list[int] | None:
     """Ranks whose process is no more, as those on its machine have seen; empty where nobody has, None where nobody can be asked."""
     store, ranks = _get_default_store(), range(dist.get_world_size())
+
+    def gone() -> list[int]:
+        for rank in [rank for rank, process in processes.items() if not _is_alive(process)]:
+            store.set(f"{_GONE}{rank}", "")
+        return [rank for rank in ranks if store.check([f"{_GONE}{rank}"])]
+
     try:
-        for rank in filter(lambda rank: store.check([f"{_PLACE}{rank}"]), ranks):
-            machine, process = store.get(f"{_PLACE}{rank}").decode().rsplit(" ", 1)
-            if machine and machine == _machine() and not _is_alive(int(process)):
-                store.set(f"{_GONE}{rank}", "")
-        found = _wait_for(lambda: [rank for rank in ranks if store.check([f"{_GONE}{rank}"])])
+        places = {rank: store.get(f"{_PLACE}{rank}").decode().rsplit(" ", 1) for rank in ranks if store.check([f"{_PLACE}{rank}"])}
+        processes = {rank: int(process) for rank, (machine, process) in places.items() if machine and machine == _machine()}
+        found = _wait_for(gone)  # a process that is killed closes its connections some time before it has gone
         store.set(f"{_ASKED}{dist.get_rank()}", "")
         if dist.get_rank() == 0:  # with this process the store goes, so the others ask first
             _wait_for(lambda: all(rank in found or store.check([f"{_ASKED}{rank}"]) for rank in ranks))

@@ -155,7 +155,8 @@ def test_a_rank_that_is_killed_leaves_no_shared_memory():
 
 
 def _lost_in_turn() -> list:
-    """What the ranks say has gone: nobody, rank 1 by a process that has ended, by one whose parent has not looked, on another machine."""
+    """What the ranks say has gone: nobody, rank 1 by a process that has ended, by one whose parent has not looked, on another machine,
+    by one that ends while they look."""
     store = dist.distributed_c10d._get_default_store()
     ended, unburied = (subprocess.Popen(["true"]) for _ in range(2))
     ended.wait()
@@ -167,12 +168,16 @@ def _lost_in_turn() -> list:
         f"{distributed._machine()} {ended.pid}",
         f"{distributed._machine()} {unburied.pid}",
         f"elsewhere/pid:[1] {ended.pid}",
+        "ending",
     ):
         distributed._tell_where_i_am()
         dist.barrier()
         if dist.get_rank() == 0:
             for key in (f"{distributed._GONE}1", *(f"{distributed._ASKED}{rank}" for rank in range(2))):
                 store.delete_key(key)
+            if place == "ending":
+                ending = subprocess.Popen(["sleep", "1"])
+                place = f"{distributed._machine()} {ending.pid}"
             if place is not None:
                 store.set(f"{distributed._PLACE}1", place)
         dist.barrier()
@@ -183,7 +188,7 @@ def _lost_in_turn() -> list:
 
 
 def test_ranks_whose_process_has_gone_are_named_and_no_others():
-    assert run_distributed(_lost_in_turn, 2) == 2 * [[[], [1], [1], []]]
+    assert run_distributed(_lost_in_turn, 2) == 2 * [[[], [1], [1], [], [1]]]
 
 
 def test_what_a_collective_says_of_a_lost_rank_becomes_one_line(monkeypatch):

@@ -180,7 +180,8 @@ def test_a_rank_that_dies_ends_the_others_who_name_it(options, tmp_path):
             for left in _ranks_of(job.pid, "--local_rank="):
                 left.kill()
             job.kill()
-    assert "[rank 0] error: rank 1 of the job has gone" in (tmp_path / "output").read_text()
+    told = (tmp_path / "output").read_text()
+    assert "[rank 0] error: rank 1 of the job has gone" in told, told
 
 
 def _ranks_of(launcher: int, word: str) -> list[psutil.Process]:
