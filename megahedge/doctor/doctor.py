@@ -17,7 +17,8 @@ from megahedge.doctor.ranks import RanksCheck
 from megahedge.doctor.report import Section, examine, publish
 from megahedge.doctor.software import PackageTrial, look_at_software
 from megahedge.training.metrics import check_wandb
-from megahedge.utils.logging import get_logger, global_rank
+from megahedge.utils.launcher import global_rank
+from megahedge.utils.logging import get_logger
 
 USUAL_HEAD_DIM = 64
 """For the scans, where no teacher says another."""

@@ -1,7 +1,6 @@
 """What both stages take of each GPU, by stages/plan.py, and of the disk."""
 
 import dataclasses
-import os
 
 import torch
 
@@ -15,6 +14,7 @@ from megahedge.stages.plan import PLANS, RESERVED_BYTES, PlanOptions, RunPlan, c
 from megahedge.stages.step_cost import build_on_meta
 from megahedge.training.checkpointing import checkpoint_bytes
 from megahedge.training.distributed import num_local_ranks
+from megahedge.utils.launcher import told_number
 from megahedge.utils.units import format_bytes
 
 
@@ -42,7 +42,8 @@ def plan_options(stage: int, options: DoctorOptions, teacher: TeacherFound) -> P
     gpu = known_gpu(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     kind = {} if gpu is None else {"gpu": next(name for name, listed in GPUS.items() if listed is gpu)}
     values = read_recipe(options.recipe)[f"stage{stage}"] | shared | kind
-    values |= {"recipe": options.recipe, "reset_at_documents": False, "num_gpus": int(os.environ.get("WORLD_SIZE", "1"))}
+    # of a number that cannot be the section on ranks tells
+    values |= {"recipe": options.recipe, "reset_at_documents": False, "num_gpus": told_number("WORLD_SIZE") or 1}
     return PLANS[stage](**values, teacher=str(teacher.folder or options.teacher))
 
 

@@ -3,7 +3,6 @@
 import abc
 import contextlib
 import dataclasses
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,7 +41,8 @@ from megahedge.training.run_folder import SECONDS_FOR_PREDECESSOR, RunFolder
 from megahedge.training.signals import StopSignal
 from megahedge.training.watch import SilenceWatch
 from megahedge.utils.errors import InputError
-from megahedge.utils.logging import get_logger, global_rank
+from megahedge.utils.launcher import global_rank, launcher_number
+from megahedge.utils.logging import get_logger
 from megahedge.utils.units import format_count
 from megahedge.utils.words import divisors, either
 
@@ -137,7 +137,7 @@ def plan_run(
         raise InputError(f"--tp_size={options.tp_size} does not divide num_heads={model.num_heads}; use {fitting}")
     if options.seq_len > model.max_position_embeddings:
         raise InputError(f"--seq_len={options.seq_len} is longer than the model's max_position_embeddings={model.max_position_embeddings}")
-    dp_size = int(os.environ.get("WORLD_SIZE", 1)) // options.tp_size
+    dp_size = launcher_number("WORLD_SIZE", 1) // options.tp_size
     batches = plan_batches(options, max(1, dp_size))
     ds_config = merge_ds_config(load_ds_config(options.ds_config), options, batches)
     digest = _check_data(options, model, tokenizer, tokenizer_source)
@@ -401,7 +401,7 @@ def print_header(name: str, plan: Plan, stage: Stage | None = None) -> None:
         "steps": f"{options.train_steps} of {options.global_batch_size} × {options.seq_len} tokens, {all_tokens} in all",
         "batch": f"micro {batches.micro_batch_size} × accumulation {batches.accumulation_steps} × dp {batches.dp_size}",
         "schedule": f"warm-up {round(options.warmup_fraction * options.train_steps)} steps, {_describe_rates(options, stage)}",
-        "device": f"{os.environ.get('WORLD_SIZE', 1)} × {_device_name()}",
+        "device": f"{launcher_number('WORLD_SIZE', 1)} × {_device_name()}",
         "engine": f"ZeRO {zero_stage(plan.ds_config)} ({Path(options.ds_config).name}), tp {options.tp_size}, {options.dtype}",
     }
     if plan.source is not None:

@@ -18,7 +18,7 @@ from megahedge.parallel.initialize import initialize_parameters
 from megahedge.parallel.loss import vocab_parallel_cross_entropy
 from megahedge.parallel.topology import TensorParallel
 from megahedge.stages.base import Plan, Stage, plan_run, run_stage
-from megahedge.training.distributed import on_first_rank
+from megahedge.training.distributed import check_environment, on_first_rank
 from megahedge.training.engine import TrainingEngine
 from megahedge.utils.errors import InputError
 from megahedge.utils.files import fresh_folder
@@ -52,6 +52,7 @@ class Pretrain(Stage):
 
 def pretrain(options: PretrainOptions) -> None:
     """Train a model and write it as a Hugging Face folder, `<output_dir>/hf`.  Raises InputError."""
+    check_environment()
     if options.init_from is None:
         weights, config = None, _read_model_config(options.model_config)
     else:

@@ -21,6 +21,7 @@ from megahedge.parallel.topology import TensorParallel
 from megahedge.stages.base import Plan, Stage, plan_run, run_stage
 from megahedge.stages.teacher import Teacher, check_data_exists
 from megahedge.training.checkpointing import Extras
+from megahedge.training.distributed import check_environment
 
 
 class Stage1(Stage):
@@ -83,6 +84,7 @@ def stage1(options: Stage1Options) -> None:
 
 def plan_stage1(options: Stage1Options) -> Plan:
     """Check everything that needs no weights."""
+    check_environment()
     check_data_exists(options)
     teacher = Teacher.find(options.teacher, options.teacher_revision)
     model = teacher.config.with_mixer(options.mixer_config("hedgehog"))

@@ -29,6 +29,7 @@ from megahedge.stages.base import Plan, Stage, plan_run, run_stage
 from megahedge.stages.stage1 import denominator_metrics, probe_tokens
 from megahedge.stages.teacher import Teacher, check_data_exists
 from megahedge.training.checkpointing import Extras
+from megahedge.training.distributed import check_environment
 from megahedge.utils.errors import InputError, RunError
 from megahedge.utils.files import read_json_object
 from megahedge.utils.labels import IGNORE_INDEX
@@ -166,6 +167,7 @@ def stage2(options: Stage2Options) -> None:
 
 def plan_stage2(options: Stage2Options) -> Plan:
     """Check everything that needs no weights."""
+    check_environment()
     check_data_exists(options)
     resumed = _origin_of_resumed(options)
     source = _find_source(options) if options.init_from is not None and resumed is None else None

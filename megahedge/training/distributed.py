@@ -19,6 +19,7 @@ from megahedge.parallel.topology import Topology
 from megahedge.training.op_builds import prepare_op_builds
 from megahedge.utils.errors import InputError, RunError
 from megahedge.utils.files import free_bytes
+from megahedge.utils.launcher import launcher_number, told_number
 from megahedge.utils.logging import get_logger, log_once_a_node
 from megahedge.utils.units import format_bytes
 from megahedge.utils.words import divisors, either
@@ -50,7 +51,7 @@ def init_distributed(tp_size: int) -> Topology:
     waits for another.  Raises RunError where the ranks cannot meet.
     """
     describe_job()
-    world_size = int(os.environ["WORLD_SIZE"])
+    world_size = launcher_number("WORLD_SIZE")
     if world_size % tp_size:
         raise InputError(f"--tp_size={tp_size} does not divide the number of processes {world_size}; use {either(divisors(world_size))}")
     quiet_deepspeed()
@@ -86,8 +87,8 @@ def cannot_meet(error: Exception) -> RunError:
 
 def num_local_ranks() -> int:
     """Ranks of the job on this node; all of them where the launcher does not tell."""
-    told = [int(os.environ[name]) for name in (*_LOCAL_SIZES, "WORLD_SIZE") if os.environ.get(name, "").isdecimal()]
-    return min(told[0], int(os.environ.get("WORLD_SIZE", 1))) if told else 1  # a shell of Slurm's may tell of tasks that are none of ours
+    told = [number for name in (*_LOCAL_SIZES, "WORLD_SIZE") if (number := told_number(name)) is not None]
+    return min(told[0], told_number("WORLD_SIZE") or 1) if told else 1  # a shell of Slurm's may tell of tasks that are none of ours
 
 
 def missing_shared_memory(processes: int) -> str | None:
@@ -115,37 +116,40 @@ def _unname_shared_buffer() -> None:
 def describe_job() -> None:
     """Let the environment describe a job of one process where it describes none.  Raises InputError where it describes one badly."""
     if not dist.is_initialized():
+        check_environment()
         _complete_environment()
-        _check_environment()
+
+
+def check_environment() -> None:
+    """Raise InputError for numbers of ranks that cannot be, at which the ranks would wait for each other in vain.
+
+    What is not set is no fault yet: a plan needs at most the size of the job.
+    """
+    # without a rank the others are not looked at: `_complete_environment` sets them or asks for them all
+    names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT") if "RANK" in os.environ else ("WORLD_SIZE",)
+    numbers = {name: launcher_number(name) for name in names if name in os.environ}
+    world_size = numbers.get("WORLD_SIZE")
+    if world_size == 0:
+        raise InputError("the environment says WORLD_SIZE=0; a job has 1 process or more")
+    if world_size is not None and numbers.get("RANK", 0) >= world_size:
+        raise InputError(f"the environment says RANK={numbers['RANK']} of WORLD_SIZE={world_size}; ranks count from 0")
+    if not 0 < numbers.get("MASTER_PORT", 1) < 1 << 16:
+        raise InputError(f"the environment says MASTER_PORT={numbers['MASTER_PORT']}; ports go from 1 to 65535")
 
 
 def _complete_environment() -> None:
     """Describe a job of one process where nothing describes a job."""
     missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
-    if "RANK" in missing and os.environ.get("WORLD_SIZE", "1") == "1":
+    if "RANK" in missing and launcher_number("WORLD_SIZE", 1) == 1:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
     elif missing:
         given = "WORLD_SIZE" if "RANK" in missing else "RANK"
         raise InputError(f"{given} is set without {', '.join(missing)}; start with the deepspeed launcher or torchrun, or set them all")
 
 
-def _check_environment() -> None:
-    """Raise InputError for numbers of ranks that cannot be, at which the ranks would wait for each other in vain."""
-    numbers = {}
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"):
-        value = os.environ[name]
-        if not value.isdecimal():
-            raise InputError(f"the environment says {name}={value!r}, which is no number; start with the deepspeed launcher or torchrun")
-        numbers[name] = int(value)
-    if numbers["RANK"] >= numbers["WORLD_SIZE"]:
-        raise InputError(f"the environment says RANK={numbers['RANK']} of WORLD_SIZE={numbers['WORLD_SIZE']}; ranks count from 0")
-    if not 0 < numbers["MASTER_PORT"] < 1 << 16:
-        raise InputError(f"the environment says MASTER_PORT={numbers['MASTER_PORT']}; ports go from 1 to 65535")
-
-
 def own_gpu() -> int:
     """Number of this rank's GPU among those that it sees.  Raises InputError where there is none for it."""
-    return _own_gpu(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count())
+    return _own_gpu(launcher_number("LOCAL_RANK"), torch.cuda.device_count())
 
 
 def _own_gpu(local_rank: int, visible: int) -> int:
@@ -175,7 +179,10 @@ def quiet_deepspeed() -> None:
 
     # DeepSpeed calls collectives by names that torch 2.13 renames, and warns of it at every one
     warnings.filterwarnings("ignore", message="`torch.distributed.*` is deprecated", category=FutureWarning)
-    deepspeed_logger.setLevel(os.environ.get("DEEPSPEED_LOG_LEVEL", "WARNING").upper())
+    level = os.environ.get("DEEPSPEED_LOG_LEVEL", "WARNING")
+    if level.upper() not in logging.getLevelNamesMapping():
+        raise InputError(f"the environment says DEEPSPEED_LOG_LEVEL={level!r}, which is no level; use debug, info, warning or error")
+    deepspeed_logger.setLevel(level.upper())
     # our optimizer is torch's AdamW with a gate, and tested under every stage; of skipped steps the loop tells, with their samples
     deepspeed_logger.addFilter(lambda record: not any(words in record.getMessage() for words in ("untested optimizer", "OVERFLOW")))
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)

@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megahedge.training.distributed import cannot_meet, describe_job
 from megahedge.utils.errors import RunError
+from megahedge.utils.launcher import launcher_number
 from megahedge.utils.words import ranks_have
 
 ROLL_CALL_SECONDS = 60.0
@@ -44,7 +45,7 @@ def roll_call(facts: dict, seconds: float = ROLL_CALL_SECONDS) -> RollCall:
     Raises InputError where the environment describes no job, RunError on ranks that do not reach rank 0.
     """
     describe_job()
-    rank, ranks = int(os.environ["RANK"]), range(int(os.environ["WORLD_SIZE"]))
+    rank, ranks = launcher_number("RANK"), range(launcher_number("WORLD_SIZE"))
     if len(ranks) == 1:
         return RollCall({0: facts}, [])
     deadline = time.monotonic() + seconds
@@ -70,7 +71,7 @@ def _open_store(rank: int, seconds: float) -> dist.Store:
     try:
         return dist.TCPStore(
             os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
+            launcher_number("MASTER_PORT"),
             is_master=hosts,
             timeout=datetime.timedelta(seconds=seconds),
             wait_for_workers=False,

@@ -3,7 +3,7 @@
 import os
 import signal
 
-from megahedge.utils.logging import global_rank
+from megahedge.utils.launcher import global_rank
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _TOLD = b"\nasked to stop: the run ends after its next step, with a checkpoint; Ctrl-C again ends it at once\n"

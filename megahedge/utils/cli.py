@@ -22,6 +22,7 @@ import yaml
 
 from megahedge.utils.errors import InputError, RunError
 from megahedge.utils.files import DISK_ERRORS, read_yaml_object
+from megahedge.utils.launcher import rank_prefix
 from megahedge.utils.units import parse_count
 
 Count = typing.NewType("Count", int)
@@ -237,8 +238,7 @@ def _note_refusal() -> None:
 
 
 def _tell(error: str) -> None:
-    where = "" if os.environ.get("WORLD_SIZE", "1") == "1" else f"[rank {os.environ.get('RANK', '0')}] "
-    print(f"{where}error: {error}", file=sys.stderr, flush=True)
+    print(f"{rank_prefix()}error: {error}", file=sys.stderr, flush=True)
 
 
 def _reader_gone(stream: typing.TextIO) -> bool:

@@ -2,13 +2,9 @@
 
 import functools
 import logging
-import os
 import sys
 
-
-def global_rank() -> int:
-    """Rank of this process in the job, from the launcher's environment; 0 where there is no launcher."""
-    return int(os.environ.get("RANK", 0))
+from megahedge.utils.launcher import global_rank, is_first_on_node, rank_prefix
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -20,8 +16,7 @@ def get_logger(name: str) -> logging.Logger:
 @functools.cache
 def _configure() -> None:
     handler = logging.StreamHandler(sys.stderr)
-    prefix = "" if int(os.environ.get("WORLD_SIZE", 1)) == 1 else f"[rank {global_rank()}] "
-    handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(levelname)s %(message)s", "%H:%M:%S"))
+    handler.setFormatter(logging.Formatter(f"%(asctime)s {rank_prefix()}%(levelname)s %(message)s", "%H:%M:%S"))
     root = logging.getLogger("megahedge")
     root.addHandler(handler)
     root.propagate = False
@@ -36,7 +31,7 @@ def log_agreed(logger: logging.Logger, level: int, message: str, *arguments) -> 
 
 def log_once_a_node(logger: logging.Logger, level: int, message: str) -> None:
     """`log_once` on the first rank of each node, for what is likely to be so for all ranks there."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if is_first_on_node():
         log_once(logger, level, message)
 
 

@@ -14,7 +14,8 @@ from megahedge.config.options import PretrainOptions
 from megahedge.data.tokenizer import load_tokenizer
 from megahedge.models.hf_weights import load_config_file
 from megahedge.stages.base import plan_run
-from tests.training.processes import SCRIPT, start
+from megahedge.training.distributed import LAUNCHER_VARIABLES
+from tests.training.processes import SCRIPT, STAGE1, STAGE2, start
 from tests.training.runs import MODEL, REPOSITORY, command_line, ds_config, make_tokenizer
 
 
@@ -74,6 +75,23 @@ def test_bad_options_are_refused(changes, said, options, refused):
 def test_a_dp_size_that_does_not_divide_the_batch_is_refused_before_any_process_waits(options, refused):
     line = refused(options(), environment={"WORLD_SIZE": "3", "RANK": "2"})
     assert line.startswith("[rank 2] error: dp_size=3 does not divide --global_batch_size=8; a dp_size of 1, 2, 4 or 8 does")
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "name", "value"),
+    [
+        (SCRIPT, ["--model_config", "nowhere.json"], "WORLD_SIZE", ""),
+        (STAGE1, ["--teacher", "/nowhere"], "RANK", "²"),
+        (STAGE2, ["--teacher", "/nowhere", "--stage1_steps", "0", "--dry_run"], "WORLD_SIZE", " "),
+    ],
+    ids=lambda value: value.stem if isinstance(value, Path) else None,
+)
+def test_a_launchers_number_that_is_none_is_named_before_anything_else(script, words, name, value):
+    """In a fresh interpreter: the log asks for the numbers as soon as it is imported."""
+    environment = {other: text for other, text in os.environ.items() if other not in LAUNCHER_VARIABLES} | {name: value}
+    ended = subprocess.run([sys.executable, script, *words], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120)
+    said = f"error: the environment says {name}={value!r}, which is no number; unset it, or start with the deepspeed launcher or torchrun\n"
+    assert (ended.returncode, ended.stderr) == (2, said)
 
 
 def test_data_of_another_tokenizer_is_refused(options, refused, tmp_path):

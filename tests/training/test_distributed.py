@@ -13,7 +13,14 @@ from safetensors import SafetensorError
 from megahedge.checkpoint.store import CheckpointWriter
 from megahedge.training import distributed
 from megahedge.training.checkpointing import find_checkpoint
-from megahedge.training.distributed import LAUNCHER_VARIABLES, SHARED_MEMORY, init_distributed, on_first_rank
+from megahedge.training.distributed import (
+    LAUNCHER_VARIABLES,
+    SHARED_MEMORY,
+    init_distributed,
+    num_local_ranks,
+    on_first_rank,
+    quiet_deepspeed,
+)
 from megahedge.utils.errors import InputError, RunError
 from tests.distributed import run_distributed
 
@@ -118,6 +125,32 @@ def test_an_incomplete_environment_is_the_users_error_and_names_what_is_missing(
     environment(WORLD_SIZE="4", MASTER_ADDR="localhost")
     with pytest.raises(InputError, match=r"^WORLD_SIZE is set without RANK, LOCAL_RANK, MASTER_PORT;"):
         init_distributed(1)
+
+
+def test_a_number_that_is_none_is_named_before_what_is_missing(environment):
+    for name, value in (("RANK", "x"), ("WORLD_SIZE", ""), ("WORLD_SIZE", "²")):
+        environment(**{name: value})
+        with pytest.raises(InputError, match=f"^the environment says {name}='{value}', which is no number; unset it"):
+            init_distributed(1)
+
+
+def test_ranks_of_a_node_are_counted_by_what_is_a_number(environment, monkeypatch):
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    for values, expected in (
+        ({"WORLD_SIZE": "x"}, 1),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "²", "LOCAL_SIZE": "4"}, 4),
+        ({"WORLD_SIZE": "x", "LOCAL_WORLD_SIZE": "4"}, 1),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "", "LOCAL_SIZE": "x"}, 8),
+    ):
+        environment(**values)
+        assert num_local_ranks() == expected, values
+
+
+def test_a_level_of_deepspeeds_log_that_is_none_is_named(monkeypatch):
+    monkeypatch.setenv("DEEPSPEED_LOG_LEVEL", "loud")
+    with pytest.raises(InputError, match=r"^the environment says DEEPSPEED_LOG_LEVEL='loud', which is no level; use debug, info"):
+        quiet_deepspeed()
 
 
 def test_a_tp_size_that_does_not_divide_the_job_is_refused_before_any_process_waits(environment):

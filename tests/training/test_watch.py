@@ -108,7 +108,12 @@ def test_every_rank_gives_signs_of_life():
         ({"RANK": "3"}, "RANK=3 of WORLD_SIZE=2; ranks count from 0"),
         ({"WORLD_SIZE": "x"}, "WORLD_SIZE='x', which is no number"),
         ({"WORLD_SIZE": ""}, "WORLD_SIZE='', which is no number"),
+        ({"WORLD_SIZE": " "}, "WORLD_SIZE=' ', which is no number; unset it, or start with the deepspeed launcher or torchrun"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0; a job has 1 process or more"),
         ({"RANK": "-1"}, "RANK='-1', which is no number"),
+        ({"RANK": "²"}, "RANK='²', which is no number"),
+        ({"RANK": "9" * 5000}, "RANK='9999"),
+        ({"LOCAL_RANK": "0 "}, "LOCAL_RANK='0 ', which is no number"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999; ports go from 1 to 65535"),
     ],
 )

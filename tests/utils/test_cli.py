@@ -141,16 +141,19 @@ def test_errors_for_users_are_one_line_and_a_status(error, status, capsys, monke
     assert capsys.readouterr().err == f"error: {told}\n"
 
 
-def test_errors_of_one_rank_say_which(capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("RANK", "3")
+@pytest.mark.parametrize(
+    ("world_size", "rank", "before"), [("4", "3", "[rank 3] "), ("4", "x", "[rank 0] "), ("", "3", ""), ("²", "²", ""), ("0", "0", "")]
+)
+def test_errors_of_one_rank_say_which(world_size, rank, before, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    monkeypatch.setenv("RANK", rank)
 
     def main():
         raise InputError("bad")
 
     with pytest.raises(SystemExit):
         run_main(main)
-    assert capsys.readouterr().err == "[rank 3] error: bad\n"
+    assert capsys.readouterr().err == f"{before}error: bad\n"
 
 
 def test_other_errors_keep_their_traceback_and_success_is_status_0():

@@ -77,6 +77,9 @@ logger.warning("own")
         ({}, ["WARNING agreed 1 of 2", "INFO heard", "WARNING own"]),
         ({"RANK": "0", "WORLD_SIZE": "2"}, ["[rank 0] WARNING agreed 1 of 2", "[rank 0] INFO heard", "[rank 0] WARNING own"]),
         ({"RANK": "1", "WORLD_SIZE": "2"}, ["[rank 1] WARNING own"]),
+        # what is no number must not keep a log from saying so
+        ({"RANK": "²", "WORLD_SIZE": " "}, ["WARNING agreed 1 of 2", "INFO heard", "WARNING own"]),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, ["[rank 0] WARNING agreed 1 of 2", "[rank 0] INFO heard", "[rank 0] WARNING own"]),
     ],
 )
 def test_what_all_ranks_know_is_logged_once_and_what_one_knows_by_it(environment, lines):
